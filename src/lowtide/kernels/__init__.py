@@ -1,0 +1,1 @@
+"""Kernels: ``reference`` defines them in plain torch, ``cpu`` compiles them with Numba."""

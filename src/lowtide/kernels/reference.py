@@ -1,0 +1,434 @@
+"""The definition of every kernel, in plain torch: readable, slow, and the truth.
+
+A faster backend must give the same bytes. Everything here is fixed to the bit: the order of
+every sum, the random numbers, the rounding of the side information, the layout of the codes.
+
+Numbers written once, used by every backend
+    Groups.   A flat tensor is cut into rows of ``row`` values and each row into groups of ``group``
+              values; the last group of a row may be shorter. A group starts on a byte.
+    Codes.    Planar: with ``P = ceil(n * bits / 8)`` bytes for the ``n`` values of a group, value
+              ``e`` sits in byte ``e % P`` at bit ``(e // P) * bits``.
+    Side.     Two 16-bit words for each group: ``low`` (bfloat16, rounded down) and ``step``
+              (bfloat16, rounded up). A constant group sets the sign bit of the second word and
+              keeps its 32-bit value in the remaining 31 bits and the first code's lowest bit, so it
+              decodes exactly. A group with a value that is not finite, or with a range beyond
+              float32, keeps ``low = NaN`` and decodes to NaN.
+    Rounding. ``code = clamp(floor((x - low) * (1 / step) + u), 0, 2**bits - 1)`` with ``u`` uniform
+              on [0, 1): unbiased with respect to the *stored* low and step.
+    Random.   ``u = (256 * 256 * byte + dither) / 2**24``. ``byte`` comes from one 32-bit hash for
+              four values of the group, ``dither`` (16 bits) from one hash for the group; so each
+              ``u`` is uniform on a grid of 2**-24 at the cost of a quarter hash.
+              Only 32-bit integer arithmetic, so Numba and Triton compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# Temporaries of the reference stay near this many values whatever the size of the input.
+_CHUNK = 1 << 19
+_WORD = 0xFFFFFFFF
+_SMALLEST_STEP = 2.0**-126  # the smallest step whose reciprocal is a finite float32
+_NAN_LOW = 0x7FC0
+_CONSTANT = 0x8000
+_GOLDEN = 0x9E3779B9
+_DITHER = 0x5BD1E995
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def mix(x: Tensor) -> Tensor:
+    """A 32-bit finalizer with low bias, on int64 tensors that hold 32-bit values."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def _group_hash(first: int, count: int, key: int, device: torch.device) -> Tensor:
+    index = torch.arange(first, first + count, dtype=torch.int64, device=device) & _WORD
+    return mix(mix((index + (key & _WORD)) & _WORD) ^ ((key >> 32) & _WORD))
+
+
+def _uniform(groups: Tensor, n: int) -> Tensor:
+    """One ``u`` for each of the ``n`` values of each group: shape (len(groups), n), float32."""
+    lane = -(-n // 4)
+    j = torch.arange(lane, dtype=torch.int64, device=groups.device)
+    words = mix((groups[:, None] + j * _GOLDEN) & _WORD)
+    byte = torch.cat([(words >> (8 * k)) & 0xFF for k in range(4)], dim=1)[:, :n]
+    dither = (mix(groups ^ _DITHER) >> 16)[:, None]
+    return (byte * 65536 + dither).to(torch.float32) * 2.0**-24
+
+
+# ---------------------------------------------------------------- groups
+
+
+def group_bytes(n: int, bits: int) -> int:
+    """Bytes of the codes of one group of ``n`` values."""
+    return -(-n * bits // 8)
+
+
+def row_bytes(row: int, group: int, bits: int) -> int:
+    """Bytes of the codes of one row."""
+    full, rest = divmod(row, group)
+    return full * group_bytes(group, bits) + group_bytes(rest, bits)
+
+
+def groups_in_row(row: int, group: int) -> int:
+    """Groups of one row, the short one included."""
+    return -(-row // group)
+
+
+def _tiles(rows: int, row: int, group: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Rectangles ``(row0, row1, group0, group1, n)`` of groups of one length, small enough to hold."""
+    full, rest = divmod(row, group)
+    if full:
+        per_row = full * group
+        if per_row <= _CHUNK:
+            step = max(1, _CHUNK // per_row)
+            for r in range(0, rows, step):
+                yield r, min(rows, r + step), 0, full, group
+        else:
+            step = max(1, _CHUNK // group)
+            for r in range(rows):
+                for g in range(0, full, step):
+                    yield r, r + 1, g, min(full, g + step), group
+    if rest:
+        step = max(1, _CHUNK // rest)
+        for r in range(0, rows, step):
+            yield r, min(rows, r + step), full, full + 1, rest
+
+
+def _tile_hash(tile: tuple[int, int, int, int, int], per_row: int, key: int, device: torch.device) -> Tensor:
+    r0, r1, g0, g1, _ = tile
+    if g1 - g0 == per_row:
+        return _group_hash(r0 * per_row, (r1 - r0) * per_row, key, device)
+    parts = [_group_hash(r * per_row + g0, g1 - g0, key, device) for r in range(r0, r1)]
+    return torch.cat(parts)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32).to(torch.int64) & _WORD
+
+
+def _from_bits(x: Tensor) -> Tensor:
+    return ((x ^ 0x80000000) - 0x80000000).to(torch.int32).view(torch.float32)
+
+
+def _word16(x: Tensor) -> Tensor:
+    return ((x ^ 0x8000) - 0x8000).to(torch.int16)
+
+
+def _down(x: Tensor) -> Tensor:
+    """The 16 bits of the largest bfloat16 not above each value."""
+    b = _bits(x)
+    away = (b >> 31 == 1) & (b & 0xFFFF != 0)
+    return (b >> 16) + away.to(torch.int64)
+
+
+def _up(x: Tensor) -> Tensor:
+    """The 16 bits of the smallest bfloat16 not below each value, for values >= 0."""
+    b = _bits(x)
+    return (b >> 16) + (b & 0xFFFF != 0).to(torch.int64)
+
+
+def _quantize_tile(x: Tensor, keep: Tensor | None, groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes (groups, bytes) and side words (groups, 2) of ``x`` (groups, n), float32."""
+    top = float(2**bits - 1)
+    if keep is None:
+        low, high = torch.aminmax(x, dim=1)
+    else:
+        low = torch.where(keep, x, torch.inf).amin(1)
+        high = torch.where(keep, x, -torch.inf).amax(1)
+        none = ~keep.any(1)
+        low, high = low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
+    low, high = low + 0.0, high + 0.0  # -0.0 becomes 0.0
+    low_word = _down(low)
+    low_kept = _from_bits(low_word << 16)
+    step_word = _up(((high - low_kept) / top).clamp_min(_SMALLEST_STEP))
+    step = _from_bits(step_word << 16)
+    constant = low == high
+    bad = ~(torch.isfinite(low_kept) & torch.isfinite(step)) & ~(constant & torch.isfinite(low))
+
+    scaled = (x - low_kept[:, None]) * (1.0 / step)[:, None] + _uniform(groups, x.shape[1])
+    plain = ~(bad | constant)
+    codes = torch.where(plain[:, None], scaled, 0.0).floor_().clamp_(0.0, top).to(torch.uint8)
+
+    exact = _bits(low)
+    codes[:, 0] = torch.where(constant & ~bad, exact & 1, codes[:, 0]).to(torch.uint8)
+    low_word = torch.where(constant, exact >> 16, low_word)
+    step_word = torch.where(constant, _CONSTANT | ((exact & 0xFFFF) >> 1), step_word)
+    low_word = torch.where(bad, _NAN_LOW, low_word)
+    step_word = torch.where(bad, 0, step_word)
+    return _pack(codes, bits), torch.stack([_word16(low_word), _word16(step_word)], 1)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    if bits == 8:
+        return codes
+    groups, n = codes.shape
+    size = group_bytes(n, bits)
+    per_byte = 8 // bits
+    codes = torch.nn.functional.pad(codes, (0, size * per_byte - n)).view(groups, per_byte, size)
+    packed = codes[:, 0].clone()
+    for k in range(1, per_byte):
+        packed |= codes[:, k] << (k * bits)
+    return packed
+
+
+def _unpack(packed: Tensor, n: int, bits: int) -> Tensor:
+    if bits == 8:
+        return packed
+    mask = 2**bits - 1
+    return torch.cat([(packed >> (k * bits)) & mask for k in range(8 // bits)], dim=1)[:, :n]
+
+
+def _side_values(codes: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
+    words = side.to(torch.int64) & 0xFFFF
+    constant = words[:, 1] & _CONSTANT != 0
+    tail = ((words[:, 1] & 0x7FFF) << 1) | (codes[:, 0].to(torch.int64) & 1)
+    base = _from_bits((words[:, 0] << 16) | torch.where(constant, tail, 0))
+    step = _from_bits(torch.where(constant, 0, words[:, 1]) << 16)
+    return base, step
+
+
+def _rows(x: Tensor, row: int) -> int:
+    return 0 if row == 0 else x.numel() // row
+
+
+def quantize_groups(
+    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes and side words of a flat tensor; with ``positive`` only values above zero set ranges."""
+    return _quantize(x, x, row, group, bits, key, positive)
+
+
+def _quantize(
+    source: Tensor, values: Tensor, row: int, group: int, bits: int, key: int, positive: bool
+) -> tuple[Tensor, Tensor]:
+    rows, per_row = _rows(values, row), groups_in_row(row, group) if row else 0
+    codes = values.new_empty((rows, row_bytes(row, group, bits) if row else 0), dtype=torch.uint8)
+    side = values.new_empty((rows, per_row, 2), dtype=torch.int16)
+    if values.numel() == 0:
+        return codes.view(-1), side.view(-1)
+    x2, s2 = values.view(rows, row), source.view(rows, row)
+    full_bytes = group_bytes(group, bits)
+    for tile in _tiles(rows, row, group):
+        r0, r1, g0, g1, n = tile
+        cut = slice(g0 * group, g0 * group + (g1 - g0) * n)
+        x = x2[r0:r1, cut].reshape(-1, n).to(torch.float32)
+        keep = ~(s2[r0:r1, cut].reshape(-1, n) <= 0) if positive else None
+        packed, words = _quantize_tile(x, keep, _tile_hash(tile, per_row, key, x.device), bits)
+        start = g0 * full_bytes
+        size = (g1 - g0) * packed.shape[1]
+        codes[r0:r1, start : start + size] = packed.view(r1 - r0, size)
+        side[r0:r1, g0:g1] = words.view(r1 - r0, g1 - g0, 2)
+    return codes.view(-1), side.view(-1)
+
+
+def dequantize_groups(
+    codes: Tensor, side: Tensor, numel: int, row: int, group: int, bits: int, dtype: torch.dtype, support: Tensor | None
+) -> Tensor:
+    """The flat tensor again; values whose bit in ``support`` is 0 are exactly zero."""
+    out = codes.new_empty(numel, dtype=dtype)
+    if numel == 0:
+        return out
+    rows, per_row = numel // row, groups_in_row(row, group)
+    codes, side, out2 = codes.view(rows, -1), side.view(rows, per_row, 2), out.view(rows, row)
+    full_bytes = group_bytes(group, bits)
+    for r0, r1, g0, g1, n in _tiles(rows, row, group):
+        size = group_bytes(n, bits)
+        cut = slice(g0 * full_bytes, g0 * full_bytes + (g1 - g0) * size)
+        packed = codes[r0:r1, cut].reshape(-1, size)
+        base, step = _side_values(packed, side[r0:r1, g0:g1].reshape(-1, 2))
+        x = base[:, None] + _unpack(packed, n, bits).to(torch.float32) * step[:, None]
+        out2[r0:r1, g0 * group : g0 * group + (g1 - g0) * n] = x.view(r1 - r0, -1)
+    return _restore_zeros(out, support)
+
+
+def _restore_zeros(out: Tensor, support: Tensor | None) -> Tensor:
+    if support is not None:
+        for i in range(0, out.numel(), _CHUNK):
+            piece = out[i : i + _CHUNK]
+            piece.masked_fill_(~_mask_bits(support, i, piece.numel()), 0.0)
+    return out
+
+
+# ---------------------------------------------------------------- block means
+
+
+def _geometry(geometry: Sequence[int]) -> tuple[int, int, int, int, int]:
+    outer, s1, s2, s3, inner = geometry
+    return outer, s1, s2, s3, inner
+
+
+def low_shape(geometry: Sequence[int], block: int) -> tuple[int, int, int, int, int]:
+    """Shape of the block means of a tensor seen as (outer, s1, s2, s3, inner)."""
+    outer, s1, s2, s3, inner = _geometry(geometry)
+    return outer, -(-s1 // block), -(-s2 // block), -(-s3 // block), inner
+
+
+def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """Mean of each block of ``block`` values a side; edge blocks average what they hold.
+
+    Sums are float32 and ordered: for each column of a block the rows from first to last, then the
+    columns from first to last, each sum starting at +0.0.
+    """
+    outer, s1, s2, s3, inner = _geometry(geometry)
+    b1, b2, b3 = low_shape(geometry, block)[1:4]
+    low = x.new_empty((outer, b1, b2, b3, inner), dtype=dtype)
+    if x.numel() == 0:
+        return low.view(-1)
+    x = x.view(outer, s1, s2, s3, inner)
+    counts = [
+        torch.full((b,), float(block), device=x.device).index_fill_(
+            0, torch.tensor(b - 1, device=x.device), float(s - (b - 1) * block)
+        )
+        for s, b in ((s1, b1), (s2, b2), (s3, b3))
+    ]
+    count = counts[0][:, None, None] * counts[1][None, :, None] * counts[2][None, None, :]
+    step = max(1, _CHUNK // max(1, s1 * s2 * s3 * inner))
+    for o in range(0, outer, step):
+        piece = x[o : o + step].to(torch.float32)
+        columns = piece.new_zeros((piece.shape[0], b1, b2, s3, inner))
+        for i in range(min(block, s1)):
+            for j in range(min(block, s2)):
+                part = piece[:, i::block, j::block]
+                columns[:, : part.shape[1], : part.shape[2]] += part
+        total = columns.new_zeros((piece.shape[0], b1, b2, b3, inner))
+        for k in range(min(block, s3)):
+            part = columns[:, :, :, k::block]
+            total[:, :, :, : part.shape[3]] += part
+        low[o : o + step] = total / count[None, ..., None]
+    return low.view(-1)
+
+
+def _spread(low: Tensor, geometry: Sequence[int], block: int) -> Tensor:
+    _, s1, s2, s3, _ = _geometry(geometry)
+    for dim, size in ((1, s1), (2, s2), (3, s3)):
+        if low.shape[dim] != size:
+            index = torch.arange(size, device=low.device) // block
+            low = low.index_select(dim, index)
+    return low
+
+
+def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """Each block filled with its mean: the inverse of :func:`block_means` on constant blocks."""
+    low = low.view(low_shape(geometry, block))
+    return _spread(low, geometry, block).to(dtype).reshape(-1)
+
+
+def quantize_blocks(
+    x: Tensor, geometry: Sequence[int], block: int, row: int, group: int, bits: int, key: int, positive: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block means in bfloat16 and the quantized difference to those *rounded* means."""
+    outer, s1, s2, s3, inner = _geometry(geometry)
+    low = block_means(x, geometry, block, torch.bfloat16)
+    residual = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    low5, x5, r5 = low.view(low_shape(geometry, block)), x.view(tuple(geometry)), residual.view(tuple(geometry))
+    step = max(1, _CHUNK // max(1, s1 * s2 * s3 * inner))
+    for o in range(0, outer, step):
+        spread = _spread(low5[o : o + step], geometry, block).to(torch.float32)
+        r5[o : o + step] = x5[o : o + step].to(torch.float32) - spread
+    codes, side = _quantize(x, residual, row, group, bits, key, positive)
+    return low, codes, side
+
+
+def dequantize_blocks(
+    low: Tensor,
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+) -> Tensor:
+    """Block means plus decoded difference, rounded once to ``dtype``."""
+    outer, s1, s2, s3, inner = _geometry(geometry)
+    numel = outer * s1 * s2 * s3 * inner
+    residual = dequantize_groups(codes, side, numel, row, group, bits, torch.float32, None)
+    out = residual if dtype == torch.float32 else residual.new_empty(numel, dtype=dtype)
+    low5, r5, o5 = low.view(low_shape(geometry, block)), residual.view(tuple(geometry)), out.view(tuple(geometry))
+    step = max(1, _CHUNK // max(1, s1 * s2 * s3 * inner))
+    for o in range(0, outer, step):
+        spread = _spread(low5[o : o + step], geometry, block).to(torch.float32)
+        o5[o : o + step] = spread + r5[o : o + step]
+    return _restore_zeros(out, support)
+
+
+# ---------------------------------------------------------------- masks and small integers
+
+
+def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
+    """One bit for each value, lowest bit first: is it between ``low`` and ``high``?"""
+    out = x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
+    for i in range(0, x.numel(), _CHUNK):
+        piece = x[i : i + _CHUNK]
+        if x.dtype == torch.bool:
+            inside = piece
+        else:
+            inside = (piece >= low) & (piece <= high) if closed else (piece > low) & (piece < high)
+            if nan:
+                inside = inside | torch.isnan(piece)
+        bits = torch.nn.functional.pad(inside.to(torch.uint8), (0, -piece.numel() % 8)).view(-1, 8)
+        packed = bits[:, 0].clone()
+        for k in range(1, 8):
+            packed |= bits[:, k] << k
+        out[i // 8 : i // 8 + packed.numel()] = packed
+    return out
+
+
+def _mask_bits(mask: Tensor, first: int, count: int) -> Tensor:
+    """Bits ``first .. first + count`` as booleans; ``first`` is a multiple of 8."""
+    piece = mask[first // 8 : first // 8 + -(-count // 8)]
+    return torch.stack([(piece >> k) & 1 for k in range(8)], dim=1).view(-1)[:count].to(torch.bool)
+
+
+def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, outside: float) -> Tensor:
+    """``inside`` where the bit is set, ``outside`` elsewhere."""
+    out = mask.new_empty(numel, dtype=dtype)
+    for i in range(0, numel, _CHUNK):
+        piece = out[i : i + _CHUNK]
+        bits = _mask_bits(mask, i, piece.numel())
+        if dtype == torch.bool:
+            piece.copy_(bits)
+        else:
+            piece.fill_(outside).masked_fill_(bits, inside)
+    return out
+
+
+_WIDE = {16: torch.int16, 32: torch.int32}
+
+
+def pack_uints(x: Tensor, offset: int, bits: int) -> Tensor:
+    """Integers minus ``offset`` in ``bits`` bits each, lowest bits first."""
+    out = x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
+    for i in range(0, x.numel(), _CHUNK):
+        piece = x[i : i + _CHUNK].to(torch.int64) - offset
+        if bits in _WIDE:
+            half = 1 << (bits - 1)
+            packed = ((piece ^ half) - half).to(_WIDE[bits]).view(torch.uint8)
+        else:
+            per_byte = 8 // bits
+            codes = torch.nn.functional.pad(piece.to(torch.uint8), (0, -piece.numel() % per_byte)).view(-1, per_byte)
+            packed = codes[:, 0].clone()
+            for k in range(1, per_byte):
+                packed |= codes[:, k] << (k * bits)
+        out[i * bits // 8 : i * bits // 8 + packed.numel()] = packed
+    return out
+
+
+def unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype: torch.dtype) -> Tensor:
+    """The integers again."""
+    if bits in _WIDE:
+        codes = packed.view(_WIDE[bits]).to(torch.int64) & ((1 << bits) - 1)
+    else:
+        mask = 2**bits - 1
+        codes = torch.stack([(packed >> (k * bits)) & mask for k in range(8 // bits)], dim=1).view(-1)[:numel]
+    return (codes.to(torch.int64) + offset).to(dtype)

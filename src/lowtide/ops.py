@@ -1,0 +1,164 @@
+"""Every kernel as a torch operator: schema, shape function, typed wrapper. The only backend switch.
+
+The dispatcher is the registry: the reference in plain torch serves any device, and a backend that
+registers itself for its device (``kernels/cpu.py``) takes precedence there. Shape functions (fakes)
+let sizes be planned on ``FakeTensorMode`` without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels import reference
+from .kernels.reference import group_bytes, groups_in_row, low_shape, row_bytes
+
+__all__ = [
+    "block_means",
+    "dequantize_blocks",
+    "dequantize_groups",
+    "group_bytes",
+    "groups_in_row",
+    "low_shape",
+    "pack_band",
+    "pack_uints",
+    "quantize_blocks",
+    "quantize_groups",
+    "row_bytes",
+    "spread_blocks",
+    "unpack_band",
+    "unpack_uints",
+]
+
+SCHEMAS = {
+    "quantize_groups": "(Tensor x, int row, int group, int bits, int key, bool positive) -> (Tensor, Tensor)",
+    "dequantize_groups": "(Tensor codes, Tensor side, int numel, int row, int group, int bits,"
+    " ScalarType dtype, Tensor? support) -> Tensor",
+    "quantize_blocks": "(Tensor x, int[] geometry, int block, int row, int group, int bits, int key,"
+    " bool positive) -> (Tensor, Tensor, Tensor)",
+    "dequantize_blocks": "(Tensor low, Tensor codes, Tensor side, int[] geometry, int block, int row,"
+    " int group, int bits, ScalarType dtype, Tensor? support) -> Tensor",
+    "block_means": "(Tensor x, int[] geometry, int block, ScalarType dtype) -> Tensor",
+    "spread_blocks": "(Tensor low, int[] geometry, int block, ScalarType dtype) -> Tensor",
+    "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
+    "unpack_band": "(Tensor mask, int numel, ScalarType dtype, float inside, float outside) -> Tensor",
+    "pack_uints": "(Tensor x, int offset, int bits) -> Tensor",
+    "unpack_uints": "(Tensor packed, int numel, int bits, int offset, ScalarType dtype) -> Tensor",
+}
+
+LIBRARY = torch.library.Library("lowtide", "DEF")  # type: ignore[no-untyped-call]
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema)
+    LIBRARY.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+
+
+def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch.library.register_fake(f"lowtide::{function.__name__.removeprefix('_fake_')}", function, lib=LIBRARY)
+    return function
+
+
+def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int]:
+    rows = numel // row if row else 0
+    return rows * row_bytes(row, group, bits), rows * groups_in_row(row, group) * 2
+
+
+@_fake
+def _fake_quantize_groups(
+    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool
+) -> tuple[Tensor, Tensor]:
+    codes, side = _sizes(x.numel(), row, group, bits)
+    return x.new_empty(codes, dtype=torch.uint8), x.new_empty(side, dtype=torch.int16)
+
+
+@_fake
+def _fake_dequantize_groups(
+    codes: Tensor, side: Tensor, numel: int, row: int, group: int, bits: int, dtype: torch.dtype, support: Tensor | None
+) -> Tensor:
+    return codes.new_empty(numel, dtype=dtype)
+
+
+def _low_numel(geometry: Sequence[int], block: int) -> int:
+    numel = 1
+    for size in low_shape(geometry, block):
+        numel *= size
+    return numel
+
+
+def _numel(geometry: Sequence[int]) -> int:
+    numel = 1
+    for size in geometry:
+        numel *= size
+    return numel
+
+
+@_fake
+def _fake_quantize_blocks(
+    x: Tensor, geometry: Sequence[int], block: int, row: int, group: int, bits: int, key: int, positive: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    low = x.new_empty(_low_numel(geometry, block), dtype=torch.bfloat16)
+    codes, side = _sizes(x.numel(), row, group, bits)
+    return low, x.new_empty(codes, dtype=torch.uint8), x.new_empty(side, dtype=torch.int16)
+
+
+@_fake
+def _fake_dequantize_blocks(
+    low: Tensor,
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+) -> Tensor:
+    return low.new_empty(_numel(geometry), dtype=dtype)
+
+
+@_fake
+def _fake_block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(_low_numel(geometry, block), dtype=dtype)
+
+
+@_fake
+def _fake_spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    return low.new_empty(_numel(geometry), dtype=dtype)
+
+
+@_fake
+def _fake_pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
+    return x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
+
+
+@_fake
+def _fake_unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, outside: float) -> Tensor:
+    return mask.new_empty(numel, dtype=dtype)
+
+
+@_fake
+def _fake_pack_uints(x: Tensor, offset: int, bits: int) -> Tensor:
+    return x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
+
+
+@_fake
+def _fake_unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(numel, dtype=dtype)
+
+
+_namespace = torch.ops.lowtide
+quantize_groups: Callable[[Tensor, int, int, int, int, bool], tuple[Tensor, Tensor]] = (
+    _namespace.quantize_groups.default
+)
+dequantize_groups: Callable[..., Tensor] = _namespace.dequantize_groups.default
+quantize_blocks: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.quantize_blocks.default
+dequantize_blocks: Callable[..., Tensor] = _namespace.dequantize_blocks.default
+block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.block_means.default
+spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.spread_blocks.default
+pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default
+unpack_band: Callable[[Tensor, int, torch.dtype, float, float], Tensor] = _namespace.unpack_band.default
+pack_uints: Callable[[Tensor, int, int], Tensor] = _namespace.pack_uints.default
+unpack_uints: Callable[[Tensor, int, int, int, torch.dtype], Tensor] = _namespace.unpack_uints.default

@@ -1,3 +1,30 @@
-"""Lowtide: train with compressed activations."""
+"""Lowtide: train with compressed activations. The forward is exact, the memory small.
+
+``compress`` and ``attach`` make autograd keep compressed copies of what backward needs;
+``methods`` lists the ways to do it; a session's ``report`` tells what was kept, and how, and why.
+"""
+
+from . import codecs
+from .capture import Site
+from .codecs import Codec
+from .methods import Method, methods
+from .planner import Plan
+from .report import Report
+from .session import Attachment, Session, attach, compress
 
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Attachment",
+    "Codec",
+    "Method",
+    "Plan",
+    "Report",
+    "Session",
+    "Site",
+    "__version__",
+    "attach",
+    "codecs",
+    "compress",
+    "methods",
+]

@@ -49,7 +49,7 @@ SCHEMAS = {
     "unpack_uints": "(Tensor packed, int numel, int bits, int offset, ScalarType dtype) -> Tensor",
 }
 
-LIBRARY = torch.library.Library("lowtide", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY: Any = torch.library.Library("lowtide", "DEF")  # type: ignore[no-untyped-call]
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema)
     LIBRARY.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
@@ -75,7 +75,14 @@ def _fake_quantize_groups(
 
 @_fake
 def _fake_dequantize_groups(
-    codes: Tensor, side: Tensor, numel: int, row: int, group: int, bits: int, dtype: torch.dtype, support: Tensor | None
+    codes: Tensor,
+    side: Tensor,
+    numel: int,
+    row: int,
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
 ) -> Tensor:
     return codes.new_empty(numel, dtype=dtype)
 

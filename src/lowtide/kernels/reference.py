@@ -230,7 +230,14 @@ def _quantize(
 
 
 def dequantize_groups(
-    codes: Tensor, side: Tensor, numel: int, row: int, group: int, bits: int, dtype: torch.dtype, support: Tensor | None
+    codes: Tensor,
+    side: Tensor,
+    numel: int,
+    row: int,
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
 ) -> Tensor:
     """The flat tensor again; values whose bit in ``support`` is 0 are exactly zero."""
     out = codes.new_empty(numel, dtype=dtype)
@@ -328,7 +335,11 @@ def quantize_blocks(
     outer, s1, s2, s3, inner = _geometry(geometry)
     low = block_means(x, geometry, block, torch.bfloat16)
     residual = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    low5, x5, r5 = low.view(low_shape(geometry, block)), x.view(tuple(geometry)), residual.view(tuple(geometry))
+    low5, x5, r5 = (
+        low.view(low_shape(geometry, block)),
+        x.view(tuple(geometry)),
+        residual.view(tuple(geometry)),
+    )
     step = max(1, _CHUNK // max(1, s1 * s2 * s3 * inner))
     for o in range(0, outer, step):
         spread = _spread(low5[o : o + step], geometry, block).to(torch.float32)
@@ -354,7 +365,11 @@ def dequantize_blocks(
     numel = outer * s1 * s2 * s3 * inner
     residual = dequantize_groups(codes, side, numel, row, group, bits, torch.float32, None)
     out = residual if dtype == torch.float32 else residual.new_empty(numel, dtype=dtype)
-    low5, r5, o5 = low.view(low_shape(geometry, block)), residual.view(tuple(geometry)), out.view(tuple(geometry))
+    low5, r5, o5 = (
+        low.view(low_shape(geometry, block)),
+        residual.view(tuple(geometry)),
+        out.view(tuple(geometry)),
+    )
     step = max(1, _CHUNK // max(1, s1 * s2 * s3 * inner))
     for o in range(0, outer, step):
         spread = _spread(low5[o : o + step], geometry, block).to(torch.float32)
@@ -416,7 +431,9 @@ def pack_uints(x: Tensor, offset: int, bits: int) -> Tensor:
             packed = ((piece ^ half) - half).to(_WIDE[bits]).view(torch.uint8)
         else:
             per_byte = 8 // bits
-            codes = torch.nn.functional.pad(piece.to(torch.uint8), (0, -piece.numel() % per_byte)).view(-1, per_byte)
+            codes = torch.nn.functional.pad(piece.to(torch.uint8), (0, -piece.numel() % per_byte)).view(
+                -1, per_byte
+            )
             packed = codes[:, 0].clone()
             for k in range(1, per_byte):
                 packed |= codes[:, k] << (k * bits)

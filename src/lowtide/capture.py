@@ -1,0 +1,325 @@
+"""Which autograd node saved which tensor, in which module. Every private torch name lives here.
+
+How it sees
+    A ``TorchFunctionMode`` meets each torch call of the forward. When a call returns, the new nodes
+    behind its result are walked and each saved tensor is offered, with its exact names, to the
+    session, which may put a hook on that one slot. A slot nobody hooks stays with autograd, together
+    with autograd's check for in-place changes, which any hook would switch off.
+    Module hooks supply the module path and catch nodes whose results no torch call has met
+    (custom functions). Nodes are marked in ``node.metadata`` and never held.
+
+What it relies on, tested by :func:`probe` when a session opens
+    ``node._raw_saved_<slot>.register_hooks`` and ``node._saved_<slot>``: without them nothing can be
+    compressed, and the report says so.
+    ``SavedTensor.unpack_hook``: tells whose hooks hold a slot. Without it the stack of default hooks
+    is consulted while the node is new.
+    ``torch._C._storage_Use_Count``: tells whether only the graph keeps a storage. Without it a tensor
+    is encoded as soon as it is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_MARK = "lowtide"
+_RAW = "_raw_saved_"
+_PARAMETER_NODE = "AccumulateGrad"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a tensor is saved: stable from step to step as long as the module does the same things."""
+
+    module: str
+    op: str
+    slot: str
+    ordinal: int
+
+    def __str__(self) -> str:
+        tail = f"#{self.ordinal}" if self.ordinal else ""
+        return f"{self.module or '(model)'}: {self.op}.{self.slot}{tail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One saved tensor, for as long as the session looks at it."""
+
+    site: Site
+    tensor: Tensor
+    node: Any
+    call: str
+    foreign: bool
+    _saved: Any
+
+    def hook(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Let ``pack`` replace the tensor now and ``unpack`` give it back to backward."""
+        self._saved.register_hooks(pack, unpack)
+
+    def needs_grad(self, edge: int) -> bool:
+        """Does backward have to produce the gradient of the op's ``edge``-th differentiable input?"""
+        return self.node.next_functions[edge][0] is not None
+
+    def scalar(self, name: str) -> Any:
+        """A number the node saved beside its tensors, such as ``min_val`` or ``kernel_size``."""
+        return getattr(self.node, f"_saved_{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What this torch lets us see; ``sole`` is the use count of a storage with one tensor."""
+
+    slots: bool
+    foreign_hooks: bool
+    sole: int | None
+
+
+@lru_cache(maxsize=1)
+def probe() -> Abilities:
+    """Try every private name on a tiny graph, once for each process."""
+    slots = foreign = False
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=()):
+            x = torch.tensor([0.5, -0.5], requires_grad=True)
+            y = torch.nn.functional.gelu(x * 1.0)
+            node: Any = y.grad_fn
+            node.metadata[_MARK] = None
+            saved = node._raw_saved_self
+            foreign = hasattr(saved, "unpack_hook") and saved.unpack_hook is None
+            value = node._saved_self
+            saved.register_hooks(lambda t: t.detach().clone() * 0 + 3.0, lambda t: t)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            slots = bool(torch.equal(value, x)) and bool((grad - 1.0).abs().max() < 0.05)
+            slots = slots and node._sequence_nr() >= 0 and torch._C._autograd._get_sequence_nr() >= 0
+    except (AttributeError, RuntimeError, TypeError):
+        slots = False
+    return Abilities(slots, foreign, _sole_count())
+
+
+def _sole_count() -> int | None:
+    try:
+        t = torch.zeros(1)
+        sole = _use_count(storage_id(t))
+        other = t.detach()
+        two = _use_count(storage_id(t))
+        del other
+        return sole if two == sole + 1 and _use_count(storage_id(t)) == sole else None
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+
+
+def _use_count(identity: int) -> int:
+    return int(torch._C._storage_Use_Count(identity))
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of a tensor's storage; means something only while that storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def only_we_own(identity: int, abilities: Abilities) -> bool:
+    """True if the one tensor we keep is all that keeps this storage alive."""
+    return abilities.sole is None or _use_count(identity) <= abilities.sole
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counts in-place changes, shared by all views of a tensor."""
+    return int(tensor._version)
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """A leaf that gets a gradient, or a view of one (``Linear`` saves ``weight.t()``)."""
+    if tensor.is_leaf and tensor.requires_grad:
+        return True
+    base = tensor._base
+    return base is not None and base.is_leaf and base.requires_grad
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor this one is a view of."""
+    return tensor._base
+
+
+def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
+    """The parameter that autocast copied to make ``tensor``, and whether the copy was transposed."""
+    node: Any = tensor.grad_fn
+    if node is None:
+        return None
+    transposed = node.name() == "TBackward0"
+    if transposed:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    leaf = node.next_functions[0][0]
+    if leaf is None or leaf.name() != f"torch::autograd::{_PARAMETER_NODE}":
+        return None
+    parameter = leaf.variable
+    shape = parameter.shape[::-1] if transposed else parameter.shape
+    return (parameter, transposed) if shape == tensor.shape else None
+
+
+def describe(node: Any) -> tuple[str, tuple[str, ...]]:
+    """The op's name (``Convolution``, or ``Hardtanh1`` for a variant) and the names of its slots."""
+    return _describe_type(type(node))
+
+
+@lru_cache(maxsize=1024)
+def _describe_type(kind: Any) -> tuple[str, tuple[str, ...]]:
+    op, _, variant = kind.__name__.rpartition("Backward")
+    slots = tuple(name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW))
+    return op + ("" if variant == "0" else variant), slots
+
+
+class Capture(TorchFunctionMode):
+    """Offers every newly saved tensor to ``visit`` and calls ``settle`` after each torch call."""
+
+    def __init__(self, visit: Callable[[Slot], None], settle: Callable[[], None]) -> None:
+        super().__init__()
+        self._visit = visit
+        self._settle = settle
+        self._abilities = probe()
+        self._path: list[str] = []
+        self._ordinals: dict[tuple[str, str, str], int] = {}
+        self._first = 0
+        self._entered = 0
+
+    def __enter__(self) -> Capture:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._entered += 1
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered -= 1
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def restart(self) -> None:
+        """A new forward: ordinals count from zero and only nodes made from now on are ours."""
+        self._ordinals.clear()
+        self._first = torch._C._autograd._get_sequence_nr()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the call, then look at what it saved."""
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if isinstance(result, Tensor):
+            node = result.grad_fn
+            if node is not None:
+                self._walk(node, func)
+            self._settle()
+        elif result is None:
+            if args and isinstance(args[0], Tensor) and args[0].grad_fn is not None:
+                self._walk(args[0].grad_fn, func)  # x[i] = y returns nothing
+        elif type(result) in (tuple, list):
+            self._walk_all(result, func)
+            self._settle()
+        return result
+
+    def _walk_all(self, result: Any, func: Callable[..., Any] | None) -> None:
+        if isinstance(result, Tensor):
+            if result.grad_fn is not None:
+                self._walk(result.grad_fn, func)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                self._walk_all(item, func)
+        elif isinstance(result, Mapping):
+            for item in result.values():
+                self._walk_all(item, func)
+
+    def _walk(self, node: Any, func: Callable[..., Any] | None) -> None:
+        if not self._abilities.slots or _MARK in node.metadata:
+            return
+        call = getattr(func, "__name__", "")
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            kind = type(node)
+            if kind.__name__ == _PARAMETER_NODE:
+                continue
+            metadata = node.metadata
+            if _MARK in metadata or node._sequence_nr() < self._first:
+                continue
+            metadata[_MARK] = None
+            op, slots = _describe_type(kind)
+            for name in slots:
+                self._offer(node, op, name, call)
+            for parent, _ in node.next_functions:
+                if parent is not None:
+                    stack.append(parent)
+
+    def _offer(self, node: Any, op: str, name: str, call: str) -> None:
+        try:
+            saved = getattr(node, _RAW + name)
+        except RuntimeError:
+            return  # the graph behind this node was freed already
+        several = isinstance(saved, (tuple, list))
+        items = list(saved) if several else [saved]
+        foreign = self._is_foreign(items)
+        tensors: list[Any]
+        if foreign:
+            tensors = [None] * len(items)
+        else:
+            try:
+                values = node.saved_tensors if name == "tensors" else getattr(node, f"_saved_{name}")
+            except RuntimeError:
+                return  # changed in place since it was saved: autograd reports that in backward
+            tensors = list(values) if several else [values]
+        for i, (item, tensor) in enumerate(zip(items, tensors, strict=False)):
+            if tensor is None and not foreign:
+                continue
+            slot = (str(i) if name == "tensors" else f"{name}[{i}]") if several else name
+            self._visit(Slot(self._site(op, slot), tensor, node, call, foreign, item))
+
+    def _is_foreign(self, items: list[Any]) -> bool:
+        """Do somebody else's hooks hold this slot? Reading it would run them (checkpoint recomputes)."""
+        if self._abilities.foreign_hooks:
+            return any(item is not None and item.unpack_hook is not None for item in items)
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+    def _site(self, op: str, slot: str) -> Site:
+        module = self._path[-1] if self._path else ""
+        key = (module, op, slot)
+        ordinal = self._ordinals.get(key, 0)
+        self._ordinals[key] = ordinal + 1
+        return Site(module, op, slot, ordinal)
+
+    @property
+    def inside_module(self) -> bool:
+        """Is a watched module's forward running?"""
+        return bool(self._path)
+
+    def watch(self, model: nn.Module, starting: Callable[[], None]) -> list[Any]:
+        """Follow the module path by hooks on every module; remove the returned handles to stop.
+
+        ``starting`` is called when the forward of ``model`` itself begins.
+        """
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            if self._entered and torch.is_grad_enabled():
+                self._walk_all(result, None)
+            if self._path:
+                self._path.pop()
+
+        handles = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._entering(name, starting)))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        return handles
+
+    def _entering(self, name: str, starting: Callable[[], None]) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            if self._entered and not name and not self._path:
+                starting()
+            self._path.append(name)
+
+        return enter

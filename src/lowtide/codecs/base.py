@@ -1,0 +1,204 @@
+"""The contract of a codec, and the layout of a tensor in memory.
+
+A codec is a frozen value. The same tensor, codec and key give the same bytes, on every backend and
+for every number of threads; sizes are known exactly without data. ``decode`` gives back shape,
+strides and dtype of a dense tensor (one that fills its storage in some order of its dimensions); any
+other tensor comes back contiguous.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+class NotRepresentable(ValueError):
+    """The tensor does not have the form this codec stores exactly; keep it as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """What a size prediction may look at: everything but the values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        """The description of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, stored densely."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in memory: ``order`` lists its dimensions from outermost to innermost."""
+
+    dense: bool
+    order: tuple[int, ...]
+    stride: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def layout_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
+    """Order, dense strides and sizes in that order.
+
+    >>> layout_of((2, 3, 4, 5), (60, 1, 15, 3)).sizes   # channels last
+    (2, 4, 5, 3)
+    """
+    order = _order(shape, stride)
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != expected:
+            contiguous = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+            return Layout(False, tuple(range(len(shape))), contiguous, shape)
+        expected *= shape[dim]
+    return Layout(True, order, stride, tuple(shape[d] for d in order))
+
+
+def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Dimensions by falling stride; those of size 1 stay beside their logical left neighbour."""
+    real = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: (-stride[d], d))
+    order = list(real)
+    for dim in range(len(shape)):
+        if shape[dim] == 1:
+            order.insert(0 if dim == 0 else order.index(dim - 1) + 1, dim)
+    return tuple(order)
+
+
+def flatten(tensor: Tensor) -> tuple[Tensor, TensorMeta, Layout]:
+    """The values as one line in memory order (a view where the tensor is dense)."""
+    meta = TensorMeta.of(tensor)
+    layout = layout_of(meta.shape, meta.stride)
+    if not layout.dense:
+        tensor = tensor.contiguous()
+        meta = TensorMeta(meta.shape, layout.stride, meta.dtype)
+    return tensor.as_strided((meta.numel,), (1,)), meta, layout
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What is kept in place of a tensor; decoding needs nothing else (but ``support``, if given)."""
+
+    codec: Codec
+    meta: TensorMeta
+    buffers: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of all buffers."""
+        return sum(b.numel() * b.element_size() for b in self.buffers)
+
+    def decode(self, support: Tensor | None = None) -> Tensor:
+        """The tensor again."""
+        return self.codec.decode(self, support=support)
+
+
+class Codec(ABC):
+    """Turns a tensor into packed buffers and back. Subclass as a frozen dataclass with an ``id``.
+
+    ``key`` is 64 bits that name (seed, step, site): all randomness must come from it. ``support`` is
+    a bit mask (see ``ops.pack_band``) of the values above zero of a rectified tensor: a codec may
+    spend its codes on those alone and return exact zeros elsewhere, or ignore it.
+
+    >>> import torch
+    >>> from dataclasses import dataclass
+    >>> from typing import ClassVar
+    >>> from lowtide.codecs import Codec, Packed, TensorMeta
+    >>> @dataclass(frozen=True)
+    ... class Half(Codec):
+    ...     '''Keep half precision.'''
+    ...     id: ClassVar[str] = "half"
+    ...     def encode(self, tensor, *, key, support=None):
+    ...         return Packed(self, TensorMeta.of(tensor), (tensor.half(),))
+    ...     def decode(self, packed, *, support=None):
+    ...         return packed.buffers[0].to(packed.meta.dtype)
+    ...     def packed_nbytes(self, meta):
+    ...         return meta.numel * 2
+    >>> Half().encode(torch.ones(3), key=0).decode()
+    tensor([1., 1., 1.])
+    """
+
+    id: ClassVar[str]
+    exact: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Pack ``tensor``; never changes it and never keeps it alive."""
+
+    @abstractmethod
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """A fresh tensor; may be called any number of times."""
+
+    @abstractmethod
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Exact bytes ``encode`` will need (without ``support``, which is stored apart)."""
+
+    def to_config(self) -> dict[str, Any]:
+        """Plain data that :func:`from_config` turns back into an equal codec."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {"id": self.id, **{f.name: getattr(self, f.name) for f in fields}}
+
+    def __str__(self) -> str:
+        """The id, and the settings that are not the usual ones."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = [f"{f.name}={v}" for f in fields if (v := getattr(self, f.name)) != f.default]
+        return f"{self.id}({', '.join(given)})" if given else self.id
+
+
+def registered() -> dict[str, type[Codec]]:
+    """Every codec class by id, a user's own included."""
+    found: dict[str, type[Codec]] = {}
+    for cls in Codec.__subclasses__():
+        known = found.setdefault(cls.id, cls)
+        if known is not cls:
+            raise ValueError(
+                f"two codecs share the id {cls.id!r}: {known.__module__}.{known.__qualname__} and "
+                f"{cls.__module__}.{cls.__qualname__}; give one of them another id"
+            )
+    return found
+
+
+def from_config(config: Mapping[str, Any]) -> Codec:
+    """The codec a config describes.
+
+    >>> from_config({"id": "raw"})
+    Raw()
+    """
+    values = dict(config)
+    name = values.pop("id", None)
+    classes = registered()
+    if name not in classes:
+        raise ValueError(f"unknown codec {name!r}; known: {', '.join(sorted(classes))}")
+    return classes[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def require(value: object, allowed: tuple[object, ...], what: str) -> None:
+    """Raise with what was given and what is allowed."""
+    if isinstance(value, bool) or value not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(map(str, allowed))}; got {value!r}")
+
+
+def require_positive(value: int, what: str) -> None:
+    """Raise unless ``value`` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} must be a whole number of at least 1; got {value!r}")

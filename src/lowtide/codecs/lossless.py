@@ -1,0 +1,255 @@
+"""Codecs that give back exactly what backward reads: copies, masks, small integers, shapes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .base import Codec, NotRepresentable, Packed, TensorMeta, flatten
+
+_WIDTHS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """An exact copy. Frees the storage the tensor was a part of."""
+
+    id: ClassVar[str] = "raw"
+    exact: ClassVar[bool] = True
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Copy."""
+        flat, meta, _ = flatten(tensor)
+        return Packed(self, meta, (flat.clone(),))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """A view of the copy, as backward never writes to what it reads."""
+        return packed.buffers[0].as_strided(packed.meta.shape, packed.meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """As many bytes as the values."""
+        return meta.nbytes
+
+
+@dataclass(frozen=True)
+class ShapeOnly(Codec):
+    """Nothing but shape, strides and dtype: for slots whose values backward never reads."""
+
+    id: ClassVar[str] = "shape_only"
+    exact: ClassVar[bool] = True
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Keep no bytes."""
+        meta = TensorMeta.of(tensor)
+        return Packed(self, meta, (tensor.new_empty(0),))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """Uninitialised memory of the same form.
+
+        Not an expanded scalar: under channels_last some kernels choose the gradient's memory format,
+        and even values, by the strides of this tensor.
+        """
+        meta = packed.meta
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=packed.buffers[0].device)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Nothing."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Mask(Codec):
+    """One bit for each value: is it inside the band between ``low`` and ``high``?
+
+    Decodes to one number inside the band and one outside, which is all that the backward of relu,
+    leaky relu, hardtanh, clamp and the like looks at. ``closed`` counts the ends as inside, ``nan``
+    counts NaN as inside; each op's kernel decides both in its own way. Booleans are kept exactly.
+    """
+
+    id: ClassVar[str] = "mask"
+    exact: ClassVar[bool] = True
+    low: float = 0.0
+    high: float = math.inf
+    closed: bool = False
+    nan: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"low must be below high; got low={self.low!r}, high={self.high!r}")
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Test each value."""
+        flat, meta, _ = flatten(tensor)
+        return Packed(self, meta, (ops.pack_band(flat, self.low, self.high, self.closed, self.nan),))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """A number inside the band or one outside for each value."""
+        meta = packed.meta
+        inside, outside = self._numbers()
+        flat = ops.unpack_band(packed.buffers[0], meta.numel, meta.dtype, inside, outside)
+        return flat.as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """One bit a value."""
+        return -(-meta.numel // 8)
+
+    def _numbers(self) -> tuple[float, float]:
+        low, high = self.low, self.high
+        if math.isinf(high):
+            margin = max(1.0, abs(low))
+            return low + margin, low - margin if self.closed else low
+        margin = max(1.0, abs(high))
+        inside = high - margin if math.isinf(low) else (low + high) / 2
+        return inside, high + margin if self.closed else high
+
+
+@dataclass(frozen=True)
+class TwoValue(Codec):
+    """Zero and one other number, as dropout's noise: one bit a value and the number."""
+
+    id: ClassVar[str] = "two_value"
+    exact: ClassVar[bool] = True
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Raise :class:`NotRepresentable` if a third number is there."""
+        flat, meta, _ = flatten(tensor)
+        if flat.numel() == 0:
+            return Packed(self, meta, (flat.new_empty(0, dtype=torch.uint8), flat.new_zeros(1)))
+        value = flat.max()
+        if not bool(((flat == 0) | (flat == value)).all()) or not float(value) > 0:
+            raise NotRepresentable("the tensor holds more than zero and one positive number")
+        return Packed(self, meta, (ops.pack_band(flat, 0.0, math.inf, False, False), value.reshape(1)))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """The two numbers again."""
+        meta, (mask, value) = packed.meta, packed.buffers
+        flat = ops.unpack_band(mask, meta.numel, meta.dtype, float(value), 0.0)
+        return flat.as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """One bit a value, and one value."""
+        return -(-meta.numel // 8) + meta.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Indices(Codec):
+    """Integers from ``low`` to ``high`` (both included) in the fewest of 1, 2, 4, 8, 16 or 32 bits."""
+
+    id: ClassVar[str] = "indices"
+    exact: ClassVar[bool] = True
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if self.low > self.high or self.high - self.low >= 2**32:
+            raise ValueError(f"low..high must span 1 to 2**32 integers; got {self.low}..{self.high}")
+
+    @property
+    def bits(self) -> int:
+        """Bits of one integer."""
+        return next(w for w in _WIDTHS if self.high - self.low < 2**w)
+
+    @classmethod
+    def spanning(cls, tensor: Tensor) -> Indices:
+        """The codec for the range that ``tensor`` really has."""
+        low, high = torch.aminmax(tensor)
+        return cls(int(low), int(high))
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Raise :class:`NotRepresentable` if an integer lies outside."""
+        flat, meta, _ = flatten(tensor)
+        if flat.numel():
+            low, high = torch.aminmax(flat)
+            if int(low) < self.low or int(high) > self.high:
+                raise NotRepresentable(f"integers {int(low)}..{int(high)} leave {self.low}..{self.high}")
+        return Packed(self, meta, (ops.pack_uints(flat, self.low, self.bits),))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """The integers again, in their own dtype."""
+        meta = packed.meta
+        flat = ops.unpack_uints(packed.buffers[0], meta.numel, self.bits, self.low, meta.dtype)
+        return flat.as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Whole bytes for all integers together."""
+        return -(-meta.numel * self.bits // 8)
+
+
+@dataclass(frozen=True)
+class PoolOffsets(Codec):
+    """Arg-max positions of max pooling, kept as the offset inside each window (4 bits up to 16 taps).
+
+    PyTorch keeps an int64 position in the input plane of ``size``; the window it lies in is known
+    from the place in the output, so the offset inside the window is enough, with any stride,
+    padding, dilation and ceil mode.
+    """
+
+    id: ClassVar[str] = "pool_offsets"
+    exact: ClassVar[bool] = True
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def bits(self) -> int:
+        """Bits of one offset."""
+        return next(w for w in _WIDTHS if math.prod(self.kernel) <= 2**w)
+
+    def __str__(self) -> str:
+        """The width, which is what matters in a report."""
+        return f"{self.id}({self.bits} bits)"
+
+    def _starts(self, shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
+        """Position of each window's first tap along each spatial dimension, shaped to broadcast."""
+        starts = []
+        dims = len(self.size)
+        for d in range(dims):
+            at = torch.arange(shape[d - dims], device=device) * self.stride[d] - self.padding[d]
+            starts.append(at.view((-1,) + (1,) * (dims - 1 - d)))
+        return starts
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Raise :class:`NotRepresentable` if a position is not a tap of its window."""
+        _, meta, _ = flatten(tensor)
+        rest = tensor
+        offset = torch.zeros_like(tensor)
+        scale = 1
+        valid = torch.ones((), dtype=torch.bool, device=tensor.device)
+        starts = self._starts(meta.shape, tensor.device)
+        for d in reversed(range(len(self.size))):
+            position = rest % self.size[d]
+            rest = rest // self.size[d]
+            distance = position - starts[d]
+            tap = distance // self.dilation[d]
+            valid = valid & ((distance % self.dilation[d] == 0) & (tap >= 0) & (tap < self.kernel[d])).all()
+            offset += tap * scale
+            scale *= self.kernel[d]
+        if not bool(valid):
+            raise NotRepresentable("a position lies outside its pooling window")
+        return Packed(self, meta, (ops.pack_uints(flatten(offset)[0], 0, self.bits),))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """The positions in the input plane again."""
+        meta = packed.meta
+        flat = ops.unpack_uints(packed.buffers[0], meta.numel, self.bits, 0, torch.int64)
+        rest = flat.as_strided(meta.shape, meta.stride)
+        out = torch.zeros_like(rest)
+        scale = 1
+        starts = self._starts(meta.shape, flat.device)
+        for d in reversed(range(len(self.size))):
+            tap = rest % self.kernel[d]
+            rest = rest // self.kernel[d]
+            out += (starts[d] + tap * self.dilation[d]) * scale
+            scale *= self.size[d]
+        return out
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Whole bytes for all offsets together."""
+        return -(-meta.numel * self.bits // 8)

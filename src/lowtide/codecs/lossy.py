@@ -1,0 +1,286 @@
+"""Codecs that approximate: random rounding in groups, block means, casts.
+
+Each is unbiased given its key unless its docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import ops
+from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require, require_positive
+
+BITS = (1, 2, 4, 8)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _require_float(tensor: Tensor, codec: Codec) -> None:
+    if tensor.dtype not in FLOATS:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
+        raise TypeError(f"{codec.id} stores {allowed}; got {tensor.dtype}. Keep such a tensor with Raw()")
+
+
+@dataclass(frozen=True)
+class GroupQuant(Codec):
+    """Affine quantization of each run of ``group`` values, rounded at random.
+
+    Rounding up with probability equal to the fraction makes the decoded value unbiased, so a
+    gradient that is linear in it is unbiased too. The error of a value is below one step,
+    ``(max - low) / (2**bits - 1)`` of its group, and its variance below a quarter of the step's
+    square. A constant group is exact; a group with NaN or Inf decodes to NaN.
+
+    ``layout`` says what a group may not straddle: ``"row"`` the innermost dimension (tokens,
+    normalized rows), ``"sample"`` the outermost (maps of one image), ``"flat"`` nothing.
+    """
+
+    id: ClassVar[str] = "group_quant"
+    bits: int = 2
+    group: int = 256
+    layout: str = "row"
+
+    def __post_init__(self) -> None:
+        require(self.bits, BITS, "bits")
+        require_positive(self.group, "group")
+        require(self.layout, ("row", "sample", "flat"), "layout")
+
+    def __str__(self) -> str:
+        return f"{self.id}({self.bits} bits)"
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """With ``support`` the range of a group covers its positive values only."""
+        _require_float(tensor, self)
+        flat, meta, layout = flatten(tensor)
+        row = row_of(self.layout, layout, meta.numel)
+        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, support is not None)
+        return Packed(self, meta, (codes, side))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """With ``support`` the zeros of a rectified tensor come back exactly."""
+        meta, (codes, side) = packed.meta, packed.buffers
+        row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
+        flat = ops.dequantize_groups(codes, side, meta.numel, row, self.group, self.bits, meta.dtype, support)
+        return flat.as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Codes, and four bytes for each group."""
+        row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
+        return _quantized_nbytes(meta.numel, row, self.group, self.bits)
+
+
+def row_of(rule: str, layout: Layout, numel: int) -> int:
+    """Values that groups divide among themselves without crossing a border."""
+    if numel == 0 or not layout.sizes or rule == "flat":
+        return numel
+    return layout.sizes[-1] if rule == "row" else numel // layout.sizes[0]
+
+
+def _quantized_nbytes(numel: int, row: int, group: int, bits: int) -> int:
+    if numel == 0:
+        return 0
+    return numel // row * (ops.row_bytes(row, group, bits) + 4 * ops.groups_in_row(row, group))
+
+
+@dataclass(frozen=True)
+class BlockMean(Codec):
+    """Means of blocks in bfloat16, and the difference to them in ``bits`` bits.
+
+    This is DIVISION: the low frequencies kept precisely, the high frequencies coarsely. ``dims`` is
+    the number of trailing spatial dimensions, 1 to 3; blocks at the edge average what they hold.
+    The difference is taken to the *rounded* means, so their rounding costs no bias. With
+    ``bits=0`` nothing but the means (in the tensor's own dtype) is kept: pooled backprop, which is
+    biased by the lost high frequencies.
+
+    ``faithful=True`` reproduces the published scheme: floor-mode pooling, whose windows do not
+    line up with the nearest-neighbour upsampling unless the block divides the map, one range for
+    each map, and no restoring of zeros.
+    """
+
+    id: ClassVar[str] = "block_mean"
+    block: int = 8
+    dims: int = 2
+    bits: int = 2
+    group: int = 1024
+    faithful: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(self.block, "block")
+        require(self.dims, (1, 2, 3), "dims")
+        require(self.bits, (0, *BITS), "bits")
+        require_positive(self.group, "group")
+        if self.faithful and self.bits == 0:
+            raise ValueError("faithful=True needs bits of at least 1; got bits=0")
+
+    def __str__(self) -> str:
+        return f"{self.id}({self.bits} bits)" if self.bits else f"{self.id}(means only)"
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """With ``support`` the range of a group covers the differences of positive values only."""
+        _require_float(tensor, self)
+        if tensor.dim() < self.dims:
+            raise ValueError(f"block_mean with dims={self.dims} got a tensor of shape {tuple(tensor.shape)}")
+        if self.faithful:
+            return self._encode_faithful(tensor.contiguous(), key)
+        meta, geometry, row = self._frame(TensorMeta.of(tensor))
+        if meta.stride != tensor.stride():
+            tensor = tensor.contiguous()
+        flat = tensor.as_strided((meta.numel,), (1,))
+        if self.bits == 0:
+            return Packed(self, meta, (ops.block_means(flat, geometry, self.block, meta.dtype),))
+        positive = support is not None
+        buffers = ops.quantize_blocks(flat, geometry, self.block, row, self.group, self.bits, key, positive)
+        return Packed(self, meta, buffers)
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """Means plus differences; zeros come back exactly with ``support`` (but not from pooling)."""
+        if self.faithful:
+            return self._decode_faithful(packed)
+        meta = packed.meta
+        _, geometry, row = self._frame(meta)
+        if self.bits == 0:
+            flat = ops.spread_blocks(packed.buffers[0], geometry, self.block, meta.dtype)
+        else:
+            low, codes, side = packed.buffers
+            flat = ops.dequantize_blocks(
+                low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype, support
+            )
+        return flat.as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Means, codes, and four bytes for each group."""
+        if self.faithful:
+            return self._faithful_nbytes(meta)
+        meta, geometry, row = self._frame(meta)
+        low = math.prod(ops.low_shape(geometry, self.block))
+        if self.bits == 0:
+            return low * meta.dtype.itemsize
+        return 2 * low + _quantized_nbytes(meta.numel, row, self.group, self.bits)
+
+    def _frame(self, meta: TensorMeta) -> tuple[TensorMeta, tuple[int, ...], int]:
+        stride, geometry, row = _block_frame(meta.shape, meta.stride, self.dims)
+        return TensorMeta(meta.shape, stride, meta.dtype), geometry, row
+
+    # The published scheme, kept apart because its windows and cells do not line up.
+
+    def _faithful_sizes(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...], int]:
+        spatial = shape[len(shape) - self.dims :]
+        kernel = min(self.block, *spatial) if spatial else self.block
+        return kernel, tuple((s - kernel) // kernel + 1 for s in spatial), math.prod(spatial)
+
+    def _spread_faithful(self, low: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return functional.interpolate(
+            low.to(torch.float32), size=shape[len(shape) - self.dims :], mode="nearest"
+        )
+
+    def _encode_faithful(self, tensor: Tensor, key: int) -> Packed:
+        meta = TensorMeta.of(tensor)
+        kernel, _, area = self._faithful_sizes(meta.shape)
+        if meta.numel == 0:
+            return Packed(self, meta, (tensor.new_empty(0),) * 3)
+        maps = tensor.reshape(-1, 1, *meta.shape[tensor.dim() - self.dims :]).to(torch.float32)
+        pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[self.dims - 1]
+        low = pool(maps, kernel, kernel).to(torch.bfloat16)
+        residual = (maps - self._spread_faithful(low, meta.shape)).view(-1)
+        codes, side = ops.quantize_groups(residual, area, area, self.bits, key, False)
+        return Packed(self, meta, (low, codes, side))
+
+    def _decode_faithful(self, packed: Packed) -> Tensor:
+        meta, (low, codes, side) = packed.meta, packed.buffers
+        if meta.numel == 0:
+            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=low.device)
+        area = self._faithful_sizes(meta.shape)[2]
+        residual = ops.dequantize_groups(codes, side, meta.numel, area, area, self.bits, torch.float32, None)
+        maps = self._spread_faithful(low, meta.shape)
+        return maps.add_(residual.view_as(maps)).to(meta.dtype).view(meta.shape)
+
+    def _faithful_nbytes(self, meta: TensorMeta) -> int:
+        if meta.numel == 0:
+            return 0
+        _, pooled, area = self._faithful_sizes(meta.shape)
+        maps = meta.numel // area
+        return maps * (2 * math.prod(pooled) + ops.group_bytes(area, self.bits) + 4)
+
+
+@lru_cache(maxsize=4096)
+def _block_frame(
+    shape: tuple[int, ...], stride: tuple[int, ...], dims: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Strides to store by, the tensor as (outer, s1, s2, s3, inner) in memory, and the row.
+
+    Works in place for any dense order that keeps the spatial dimensions together (contiguous and
+    channels_last do); otherwise the tensor is to be made contiguous first.
+    """
+    layout = layout_of(shape, stride)
+    spatial = tuple(range(len(shape) - dims, len(shape)))
+    first = layout.order.index(spatial[0])
+    if not layout.dense or layout.order[first : first + dims] != spatial:
+        contiguous = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        return _block_frame(shape, contiguous, dims)
+    sizes = layout.sizes
+    outer, inner = math.prod(sizes[:first]), math.prod(sizes[first + dims :])
+    geometry = (outer, *(1,) * (3 - dims), *sizes[first : first + dims], inner)
+    return layout.stride, geometry, row_of("sample", layout, math.prod(shape))
+
+
+_CASTS = {
+    name: getattr(torch, name)
+    for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+    if hasattr(torch, name)
+}
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Round to nearest in a smaller float type; one scale for the tensor where the range needs it.
+
+    The 8-bit types are scaled so that the largest value fits exactly, float16 only if it would
+    overflow. Round-to-nearest is biased by at most half a unit in the last place.
+    """
+
+    id: ClassVar[str] = "cast"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        require(self.dtype, tuple(_CASTS), "dtype")
+
+    def __str__(self) -> str:
+        return f"{self.id}({self.dtype})"
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Scale, then round."""
+        _require_float(tensor, self)
+        flat, meta, _ = flatten(tensor)
+        target = _CASTS[self.dtype]
+        if not self._scaled:
+            return Packed(self, meta, (flat.to(target),))
+        largest = (
+            flat.abs().max().to(torch.float32) if flat.numel() else flat.new_zeros((), dtype=torch.float32)
+        )
+        scale = largest / torch.finfo(target).max
+        if self.dtype == "float16":
+            scale = scale.clamp_min(1.0)
+        scale = torch.where(scale > 0, scale.clamp_min(2.0**-126), 1.0)
+        return Packed(self, meta, ((flat.to(torch.float32) / scale).to(target), scale.reshape(1)))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """Widen, then undo the scale."""
+        meta = packed.meta
+        flat = packed.buffers[0]
+        if self._scaled:
+            flat = flat.to(torch.float32).mul_(packed.buffers[1])
+        return flat.to(meta.dtype, copy=True).as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """The smaller type, and four bytes if there is a scale."""
+        width: int = _CASTS[self.dtype].itemsize
+        return meta.numel * width + (4 if self._scaled else 0)
+
+    @property
+    def _scaled(self) -> bool:
+        return self.dtype != "bfloat16"

@@ -1,0 +1,225 @@
+"""Methods: named policies that give each stored tensor a codec. No tensors here, only decisions.
+
+What can be kept losslessly (masks, indices, shapes, casts of parameters) is kept so in every method,
+before a method is asked. A method decides about the values that remain.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .capture import Site
+from .codecs import BlockMean, Cast, Codec, GroupQuant, TensorMeta
+from .codecs.base import require, require_positive
+from .codecs.lossy import BITS
+from .planner import Plan
+from .rules import Need
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What is known of a stored tensor when its codec is chosen: all its consumers together."""
+
+    need: Need
+    meta: TensorMeta
+    spatial: bool
+    sites: tuple[Site, ...]
+
+    @property
+    def dims(self) -> int:
+        """Trailing spatial dimensions of a feature map, 0 if the tensor is not one."""
+        return len(self.meta.shape) - 2 if self.spatial and 3 <= len(self.meta.shape) <= 5 else 0
+
+
+class Method(ABC):
+    """A policy. Subclass as a frozen dataclass with a ``name``; fields are the user's options."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def codec_for(self, use: Use) -> Codec | None:
+        """The codec for these values; None keeps them exact."""
+
+
+# Choice of bits by need, measured (docs/design.md, "Bits by need"): values whose noise reaches
+# earlier layers get at least 4 bits, those that pass through an exponential at least 8.
+_FLOOR = {Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 4, Need.EXPONENT: 8}
+
+
+def _bits(need: Need, bits: int, propagating: int | None) -> int:
+    if need is Need.PROPAGATE and propagating is not None:
+        return propagating
+    return max(bits, _FLOOR[need])
+
+
+def _groups(use: Use, bits: int, group: int) -> GroupQuant:
+    return GroupQuant(bits, group, "sample" if use.dims else "row")
+
+
+@dataclass(frozen=True)
+class Lossless(Method):
+    """Only what costs no precision: masks, indices, shapes, shared storages, casts of weights."""
+
+    name: ClassVar[str] = "lossless"
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Keep all values."""
+        return None
+
+
+@dataclass(frozen=True)
+class ActNN(Method):
+    """Random rounding in groups within a sample (Chen et al. 2021), the same bits for each layer."""
+
+    name: ClassVar[str] = "actnn"
+    bits: int = 2
+    group: int = 256
+    propagating_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.bits, self.propagating_bits)
+        require_positive(self.group, "group")
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Groups for everything."""
+        return _groups(use, _bits(use.need, self.bits, self.propagating_bits), self.group)
+
+
+@dataclass(frozen=True)
+class Division(Method):
+    """Block means in bfloat16 plus a coarse difference for maps (Wang et al. 2023), groups elsewhere."""
+
+    name: ClassVar[str] = "division"
+    block: int = 8
+    bits: int = 2
+    group: int = 1024
+    propagating_bits: int | None = None
+    faithful: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.bits, self.propagating_bits)
+        require_positive(self.block, "block")
+        require_positive(self.group, "group")
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Block means where there are maps."""
+        bits = _bits(use.need, self.bits, self.propagating_bits)
+        if use.dims and max(use.meta.shape[2:]) > 1:
+            return BlockMean(self.block, use.dims, bits, self.group, self.faithful)
+        return _groups(use, bits, min(self.group, 256))
+
+
+@dataclass(frozen=True)
+class Pool(Method):
+    """Average-pooled inputs of convolutions (Barley and Froening 2024), everything else exact.
+
+    Biased: the weight gradient loses the high frequencies, and no averaging over steps returns them.
+    """
+
+    name: ClassVar[str] = "pool"
+    kernel: int = 2
+
+    def __post_init__(self) -> None:
+        require_positive(self.kernel, "kernel")
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Means alone, for maps that only a convolution's weight gradient reads."""
+        if use.need is Need.LINEAR and use.dims:
+            return BlockMean(self.kernel, use.dims, bits=0)
+        return None
+
+
+@dataclass(frozen=True)
+class CastAll(Method):
+    """Every value in a smaller float type: bfloat16, float16, float8_e4m3fn or float8_e5m2."""
+
+    name: ClassVar[str] = "cast"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        Cast(self.dtype)
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """One type for all; what passes through an exponential keeps at least 16 bits."""
+        if use.need is Need.EXPONENT and self.dtype.startswith("float8"):
+            return Cast("bfloat16")
+        return Cast(self.dtype)
+
+
+@dataclass(frozen=True)
+class Uniform(Method):
+    """One codec for every value."""
+
+    name: ClassVar[str] = "uniform"
+    codec: Codec
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Always the same."""
+        return self.codec
+
+
+@dataclass(frozen=True)
+class Planned(Method):
+    """A finished plan; a tensor with several consumers takes the codec of the first that is listed."""
+
+    name: ClassVar[str] = "plan"
+    plan: Plan
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """What the plan says."""
+        return next((c for s in use.sites if (c := self.plan.codec_for(s)) is not None), None)
+
+
+def _check(bits: int, propagating: int | None) -> None:
+    require(bits, BITS, "bits")
+    if propagating is not None:
+        require(propagating, BITS, "propagating_bits")
+
+
+_NAMED: dict[str, type[Method]] = {m.name: m for m in (Lossless, Division, ActNN, Pool, CastAll)}
+
+
+def methods() -> dict[str, str]:
+    """Every method by name, with its options and what it does.
+
+    >>> print(*methods(), sep=", ")
+    lossless, division, actnn, pool, cast
+    """
+    return {
+        name: f"{name}{_options(kind)}: {(kind.__doc__ or '').splitlines()[0]}"
+        for name, kind in _NAMED.items()
+    }
+
+
+def _options(kind: type[Method]) -> str:
+    parameters = inspect.signature(kind).parameters.values()
+    return f"({', '.join(f'{p.name}={p.default!r}' for p in parameters)})"
+
+
+def resolve(method: str | Method | Codec | Plan, options: dict[str, Any]) -> Method:
+    """The method a user names, with options; or a method, codec or plan as it is."""
+    if isinstance(method, str):
+        kind = _NAMED.get(method)
+        if kind is None:
+            raise ValueError(f"unknown method {method!r}; choose one of {', '.join(_NAMED)}")
+        known = inspect.signature(kind).parameters
+        for option in options:
+            if option not in known:
+                raise TypeError(
+                    f"method {method!r} has no option {option!r}; its options are {_options(kind)}"
+                )
+        return kind(**options)
+    if options:
+        raise TypeError(f"options {sorted(options)} go with a method's name; got {method!r}")
+    if isinstance(method, Codec):
+        return Uniform(method)
+    if isinstance(method, Plan):
+        return Planned(method)
+    if isinstance(method, Method):
+        return method
+    raise TypeError(
+        f"expected a method's name ({', '.join(_NAMED)}), a Method, a Codec or a Plan; got {method!r}"
+    )

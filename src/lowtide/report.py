@@ -1,0 +1,133 @@
+"""What a session did, as plain data: one row for each saved tensor, totals, text and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .capture import Site
+
+COMPRESSED = "compressed"
+EXACT = "exact"
+SHARED = "shared"
+HELD = "held"
+
+
+@dataclass(frozen=True, slots=True)
+class SiteReport:
+    """One saved tensor. A storage that several sites saved has its bytes at the first of them.
+
+    ``state`` is ``compressed``, ``exact`` (kept as autograd keeps it), ``shared`` (stored at the site
+    that ``why`` names) or ``held`` (your code or another hook keeps it alive, so storing it again
+    would save nothing; not counted in the totals).
+    """
+
+    site: Site
+    shape: tuple[int, ...]
+    dtype: str
+    state: str
+    plain_nbytes: int
+    stored_nbytes: int
+    codec: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything autograd kept in the last forward, each storage counted once."""
+
+    method: str
+    sites: tuple[SiteReport, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes that plain PyTorch keeps for backward and nobody else keeps alive."""
+        return sum(s.plain_nbytes for s in self.sites if s.state != HELD)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes kept instead: packed buffers and what stayed exact."""
+        return sum(s.stored_nbytes for s in self.sites if s.state != HELD)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that other code keeps alive anyway."""
+        return sum(s.plain_nbytes for s in self.sites if s.state == HELD)
+
+    @property
+    def ratio(self) -> float:
+        """Plain bytes over stored bytes."""
+        return self.plain_nbytes / self.stored_nbytes if self.stored_nbytes else float("nan")
+
+    def to_json(self) -> str:
+        """All rows and totals."""
+        data: dict[str, Any] = {
+            "method": self.method,
+            "plain_nbytes": self.plain_nbytes,
+            "stored_nbytes": self.stored_nbytes,
+            "held_nbytes": self.held_nbytes,
+            "notes": list(self.notes),
+            "sites": [asdict(s) for s in self.sites],
+        }
+        return json.dumps(data, indent=1)
+
+    def table(self, rows: int | None = None) -> str:
+        """One line for each site, largest first; ``rows`` limits them."""
+        order = sorted(self.sites, key=lambda s: -s.plain_nbytes)[:rows]
+        lines = [("site", "shape", "plain", "stored", "codec", "why")]
+        for s in order:
+            shape = "x".join(map(str, s.shape)) or "scalar"
+            stored = "-" if s.state in (SHARED, HELD) else size(s.stored_nbytes)
+            plain = "-" if s.state == SHARED else size(s.plain_nbytes)
+            name = s.codec if s.state == COMPRESSED else s.state
+            lines.append((str(s.site), f"{shape} {s.dtype}", plain, stored, name, s.why))
+        widths = [max(len(line[i]) for line in lines) for i in range(5)]
+        text = "\n".join(
+            "  ".join((*(cell.ljust(w) for cell, w in zip(line[:5], widths, strict=True)), line[5])).rstrip()
+            for line in lines
+        )
+        hidden = len(self.sites) - len(order)
+        return text + (f"\n... and {hidden} smaller sites" if hidden else "")
+
+    def __str__(self) -> str:
+        """Totals, then bytes by op and slot."""
+        groups: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+        for s in self.sites:
+            what = s.codec if s.state == COMPRESSED else s.state
+            why = "" if s.state in (COMPRESSED, SHARED) else s.why
+            row = groups[(f"{s.site.op}.{s.site.slot}", what, why)]
+            row[0] += 1
+            row[1] += s.plain_nbytes
+            row[2] += 0 if s.state == HELD else s.stored_nbytes
+        lines = [("saved by", "sites", "plain", "stored", "kept as", "")]
+        for (slot, what, why), (count, plain, stored) in sorted(groups.items(), key=lambda g: -g[1][1]):
+            lines.append((slot, str(count), size(plain), size(stored), what, why))
+        widths = [max(len(line[i]) for line in lines) for i in range(5)]
+        body = "\n".join(
+            "  ".join((*(cell.ljust(w) for cell, w in zip(line[:5], widths, strict=True)), line[5])).rstrip()
+            for line in lines
+        )
+        total = (
+            f"{self.method}: {size(self.plain_nbytes)} saved by autograd, stored in "
+            f"{size(self.stored_nbytes)} ({self.ratio:.1f}x less)"
+        )
+        if self.held_nbytes:
+            total += f"; {size(self.held_nbytes)} more is kept alive by other code"
+        return "\n".join((total, *(f"note: {n}" for n in self.notes), body))
+
+
+def size(nbytes: int) -> str:
+    """Bytes for a reader.
+
+    >>> size(1536), size(3 * 2**20)
+    ('1.5 KiB', '3.0 MiB')
+    """
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError

@@ -1,0 +1,294 @@
+"""What backward needs of each saved tensor: one row for each (op, slot), with its reason.
+
+An op without a row stays exactly as autograd keeps it, and the report lists it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from .capture import Slot
+from .codecs import FLOATS, Codec, Indices, Mask, PoolOffsets, ShapeOnly, TwoValue
+
+
+class Need(IntEnum):
+    """How much of the values backward needs; of several consumers the greatest counts."""
+
+    LOSSLESS = 0
+    """A codec that gives back exactly what is read: mask, index, shape."""
+    LINEAR = 1
+    """Only this layer's weight gradient reads it, linearly: unbiased noise stays unbiased, and here."""
+    BATCH = 2
+    """Noise reaches earlier layers, averaged over all values that share a batch statistic."""
+    PROPAGATE = 3
+    """Noise reaches every earlier layer."""
+    EXPONENT = 4
+    """Noise goes through an exponential: small steps only."""
+    EXACT = 5
+    """Must not change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row. ``codec`` gives the lossless codec for a slot, where there is one."""
+
+    need: Need
+    why: str
+    spatial: bool = False
+    codec: Callable[[Slot], Codec | None] | None = None
+
+
+def _shape_only(slot: Slot) -> Codec:
+    return ShapeOnly()
+
+
+def _band(
+    low: float | str, high: float | str, *, closed: bool = False, nan: bool = True
+) -> Callable[[Slot], Codec | None]:
+    """A mask whose limits are numbers, or scalars the node saved."""
+
+    def codec(slot: Slot) -> Codec | None:
+        ends = []
+        for end, missing in ((low, -math.inf), (high, math.inf)):
+            value = slot.scalar(end) if isinstance(end, str) else end
+            ends.append(missing if value is None else float(value))
+        return Mask(ends[0], ends[1], closed, nan) if ends[0] < ends[1] else None
+
+    return codec
+
+
+def _boolean(slot: Slot) -> Codec | None:
+    return Mask() if slot.tensor.dtype == torch.bool else None
+
+
+def _below(size: Callable[[Slot], int], *, negative: bool = False) -> Callable[[Slot], Codec | None]:
+    """Integers from 0 (from ``-size`` with ``negative``) to ``size - 1``; booleans as bits."""
+
+    def codec(slot: Slot) -> Codec | None:
+        if slot.tensor.dtype not in (torch.int64, torch.int32, torch.int16):
+            return _boolean(slot)
+        limit = size(slot)
+        if not 1 <= limit < 2**31:
+            return None
+        found = Indices(-limit if negative else 0, limit - 1)
+        return found if found.bits < 8 * slot.tensor.element_size() else None
+
+    return codec
+
+
+def _targets(slot: Slot) -> Codec | None:
+    scores: Tensor = slot.scalar("self")
+    low = min(0, int(slot.scalar("ignore_index")))
+    return Indices(low, scores.shape[1 if scores.dim() > 1 else 0] - 1)
+
+
+def _along_dim(slot: Slot) -> int:
+    sizes = slot.scalar("self_sym_sizes")
+    return int(sizes[_signed(slot.scalar("dim"), len(sizes))]) if len(sizes) else 1
+
+
+def _signed(dim: int, dims: int) -> int:
+    """Nodes keep a negative dimension as an unsigned 64-bit number."""
+    return (dim - 2**64 if dim >= 2**63 else dim) % dims
+
+
+def _gathered(slot: Slot) -> int:
+    source: Tensor = slot.scalar("self")
+    return source.shape[_signed(slot.scalar("dim"), source.dim())] if source.dim() else 1
+
+
+def _indexed(slot: Slot) -> int:
+    which = int(slot.site.slot.partition("[")[2].rstrip("]") or 0)
+    return int(slot.scalar("self_sym_sizes")[which])
+
+
+def _plane(slot: Slot) -> int:
+    dims = 3 if "3D" in slot.site.op else 2
+    return math.prod(slot.scalar("self").shape[-dims:])
+
+
+def _per_dim(value: object, dims: int, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+    sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    sizes = sizes or default
+    return tuple(int(s) for s in (sizes * dims if len(sizes) == 1 else sizes))
+
+
+def _pool_offsets(slot: Slot) -> Codec | None:
+    source: Tensor | None = slot.scalar("self")
+    if source is None:
+        return None
+    dims = 3 if "3D" in slot.site.op else 2
+    kernel = _per_dim(slot.scalar("kernel_size"), dims)
+    return PoolOffsets(
+        size=tuple(source.shape[-dims:]),
+        kernel=kernel,
+        stride=_per_dim(slot.scalar("stride"), dims, kernel),
+        padding=_per_dim(slot.scalar("padding"), dims),
+        dilation=_per_dim(slot.scalar("dilation"), dims),
+    )
+
+
+def _two_value(slot: Slot) -> Codec | None:
+    """Dropout on CPU multiplies by float noise that needs no gradient and holds two numbers."""
+    if slot.tensor.dtype == torch.bool:
+        return Mask()
+    return TwoValue() if not slot.tensor.requires_grad and slot.tensor.dtype in FLOATS else None
+
+
+_CONV = "the weight gradient is linear in the input, and nothing else reads it"
+_SHAPE = "backward reads only the shape"
+_INDEX = "integers fit in fewer bits exactly"
+_BOOL = "one bit for each boolean, exactly"
+_NORM = "the normalized input enters the gradient of every earlier layer"
+_GATE = "the factor multiplies the gradient that flows on"
+_POINT = "the derivative at the input multiplies the gradient that flows on"
+_OUTPUT = "the derivative is a function of the output"
+_NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeLayerNorm", "NativeGroupNorm")
+_ATTENTION = ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
+
+RULES: dict[tuple[str, str], Rule] = {
+    # convolutions and matrix products
+    ("Convolution", "input"): Rule(Need.LINEAR, _CONV, spatial=True),
+    ("Addmm", "mat1"): Rule(Need.LINEAR, _CONV),
+    ("Mm", "self"): Rule(Need.LINEAR, _CONV),
+    ("Linear", "input"): Rule(Need.LINEAR, _CONV),
+    ("Addmm", "mat2"): Rule(Need.PROPAGATE, _GATE),
+    ("Mm", "mat2"): Rule(Need.PROPAGATE, _GATE),
+    ("Bmm", "self"): Rule(Need.PROPAGATE, _GATE),
+    ("Bmm", "mat2"): Rule(Need.PROPAGATE, _GATE),
+    ("Baddbmm", "batch1"): Rule(Need.PROPAGATE, _GATE),
+    ("Baddbmm", "batch2"): Rule(Need.PROPAGATE, _GATE),
+    # normalization
+    ("NativeBatchNorm", "input"): Rule(Need.BATCH, _NORM, spatial=True),
+    ("CudnnBatchNorm", "input"): Rule(Need.BATCH, _NORM, spatial=True),
+    ("MiopenBatchNorm", "input"): Rule(Need.BATCH, _NORM, spatial=True),
+    ("NativeLayerNorm", "input"): Rule(Need.PROPAGATE, _NORM),
+    ("FusedRmsNorm", "input"): Rule(Need.PROPAGATE, _NORM),
+    ("NativeGroupNorm", "input"): Rule(Need.PROPAGATE, _NORM, spatial=True),
+    **{
+        (op, slot): Rule(Need.EXACT, "statistics scale every gradient")
+        for op in _NORMS
+        for slot in ("result1", "result2", "running_mean", "running_var")
+    },
+    # activations of which one bit is read; the ends and NaN as each kernel treats them
+    ("Relu", "result"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf)),
+    ("LeakyRelu", "self"): Rule(
+        Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)
+    ),
+    ("LeakyRelu1", "result"): Rule(
+        Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)
+    ),
+    ("Threshold", "self"): Rule(Need.LOSSLESS, "only the side is read", codec=_band("threshold", math.inf)),
+    ("Threshold1", "self"): Rule(Need.LOSSLESS, "only the side is read", codec=_band("threshold", math.inf)),
+    ("Hardtanh", "self"): Rule(
+        Need.LOSSLESS, "only inside or outside is read", codec=_band("min_val", "max_val")
+    ),
+    ("Hardsigmoid", "self"): Rule(
+        Need.LOSSLESS, "only inside or outside is read", codec=_band(-3.0, 3.0, nan=False)
+    ),
+    ("Clamp1", "self"): Rule(
+        Need.LOSSLESS, "only inside or outside is read", codec=_band("min", "max", closed=True, nan=False)
+    ),
+    ("ClampMin", "self"): Rule(
+        Need.LOSSLESS, "only the side is read", codec=_band("min", math.inf, closed=True, nan=False)
+    ),
+    ("ClampMax", "self"): Rule(
+        Need.LOSSLESS, "only the side is read", codec=_band(-math.inf, "max", closed=True, nan=False)
+    ),
+    # activations whose derivative needs values
+    **{
+        (op, "self"): Rule(Need.PROPAGATE, _POINT)
+        for op in ("Gelu", "Silu", "Hardswish", "Mish", "Softplus", "Elu", "Celu", "Glu")
+    },
+    **{(op, "result"): Rule(Need.PROPAGATE, _OUTPUT) for op in ("Sigmoid", "Tanh", "Exp", "Elu1")},
+    **{(op, "self"): Rule(Need.PROPAGATE, _POINT) for op in ("Sin", "Cos", "Pow")},
+    # softmax and losses
+    ("Softmax", "result"): Rule(Need.PROPAGATE, _OUTPUT),
+    ("SafeSoftmax", "result"): Rule(Need.PROPAGATE, _OUTPUT),
+    ("LogSoftmax", "result"): Rule(Need.EXPONENT, "backward takes the exponential of the output"),
+    ("NllLoss", "self"): Rule(Need.LOSSLESS, _SHAPE, codec=_shape_only),
+    ("NllLoss", "target"): Rule(Need.LOSSLESS, _INDEX, codec=_targets),
+    ("NllLoss", "total_weight"): Rule(Need.EXACT, "scales the whole gradient"),
+    ("NllLoss2D", "total_weight"): Rule(Need.EXACT, "scales the whole gradient"),
+    ("NllLoss2D", "self"): Rule(Need.LOSSLESS, _SHAPE, codec=_shape_only),
+    ("NllLoss2D", "target"): Rule(Need.LOSSLESS, _INDEX, codec=_targets),
+    # attention: probabilities are rebuilt as exp(q k - logsumexp) from the exact logsumexp
+    **{
+        (f"ScaledDotProduct{kind}", slot): Rule(
+            Need.EXPONENT, "scores pass through the exponential of softmax"
+        )
+        for kind in _ATTENTION
+        for slot in ("query", "key")
+    },
+    **{
+        (f"ScaledDotProduct{kind}", slot): Rule(Need.PROPAGATE, _GATE)
+        for kind in _ATTENTION
+        for slot in ("value", "output")
+    },
+    **{
+        (f"ScaledDotProduct{kind}", slot): Rule(Need.EXACT, "fixes the scale of the probabilities")
+        for kind in _ATTENTION
+        for slot in ("logsumexp", "attn_mask")
+    },
+    # elementwise products; the divisor stays exact, because noise near zero would explode
+    ("Mul", "self"): Rule(Need.PROPAGATE, _GATE, codec=_two_value),
+    ("Mul", "other"): Rule(Need.PROPAGATE, _GATE, codec=_two_value),
+    ("Div", "self"): Rule(Need.PROPAGATE, "enters the divisor's gradient linearly"),
+    ("Div", "other"): Rule(Need.EXACT, "a divisor: noise near zero would explode"),
+    # pools, dropout masks, look-ups
+    **{
+        (op, "self"): Rule(Need.LOSSLESS, _SHAPE, codec=_shape_only)
+        for op in (
+            *("MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"),
+            *("AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D"),
+            *("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"),
+            *("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", "Gather"),
+        )
+    },
+    ("MaxPool2DWithIndices", "result1"): Rule(
+        Need.LOSSLESS, "the place inside the window is enough", codec=_pool_offsets
+    ),
+    ("MaxPool3DWithIndices", "result1"): Rule(
+        Need.LOSSLESS, "the place inside the window is enough", codec=_pool_offsets
+    ),
+    ("AdaptiveMaxPool2D", "result1"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_plane)),
+    ("AdaptiveMaxPool3D", "result1"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_plane)),
+    ("NativeDropout", "result1"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("Where", "condition"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("MaskedFill", "mask"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("Embedding", "indices"): Rule(
+        Need.LOSSLESS, _INDEX, codec=_below(lambda slot: int(slot.scalar("weight_sym_argsize_0")))
+    ),
+    ("Gather", "index"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_gathered)),
+    ("IndexSelect", "index"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_dim)),
+    ("Index", "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_indexed, negative=True)),
+    ("Max", "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_dim)),
+    ("Sort", "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_dim)),
+    ("Topk", "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_dim)),
+}
+
+
+_FROZEN_CONV = Rule(Need.LOSSLESS, "the weight is frozen: only the shape is read", codec=_shape_only)
+_DERIVED_WEIGHT = Rule(Need.EXACT, "a weight made by other ops: its noise would reach every earlier layer")
+_NEGATIVE_POWER = Rule(Need.EXACT, "a power below 1: noise near zero would explode")
+
+
+def rule_for(slot: Slot) -> Rule | None:
+    """The row for a slot, refined by what its node says; None if the op is unknown."""
+    op, name = slot.site.op, slot.site.slot.partition("[")[0]
+    rule = RULES.get((op, name))
+    if rule is None:
+        return None
+    if op == "Convolution" and not slot.needs_grad(1):
+        return _FROZEN_CONV
+    if name == "mat2" and slot.call == "linear":
+        return _DERIVED_WEIGHT
+    if op == "Pow" and not float(slot.scalar("exponent")) >= 1:
+        return _NEGATIVE_POWER
+    return rule

@@ -1,0 +1,593 @@
+"""The lifetime of a compressed forward. All mutable state of the library lives here.
+
+A *handle* stands for one storage at one version. Hooked slots hold light references to it. Its bytes
+are encoded only when nobody but the graph keeps the storage alive, so a tensor that lives anyway is
+never copied, and all consumers of a tensor are known before its codec is chosen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import capture
+from .capture import Capture, Site, Slot
+from .codecs import FLOATS, Codec, Mask, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
+from .codecs.base import layout_of
+from .methods import Method, Use, resolve
+from .planner import Plan
+from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport
+from .rules import Need, rule_for
+
+MIN_NUMEL = 4096
+"""Smaller tensors stay exact: they hold few bytes, and packing one costs some 20 microseconds."""
+
+_RECENT = 12
+_SUPPORT = Mask()
+_ticks = itertools.count()  # gives each session of a process its own rounding noise
+
+
+class _Row:
+    """One saved tensor in the making of a report; never holds a tensor."""
+
+    __slots__ = ("codec", "dtype", "plain", "shape", "site", "state", "stored", "why")
+
+    def __init__(self, slot: Slot, state: str, plain: int, why: str) -> None:
+        self.site = slot.site
+        self.shape = () if slot.foreign else tuple(slot.tensor.shape)
+        self.dtype = "" if slot.foreign else str(slot.tensor.dtype).removeprefix("torch.")
+        self.state = state
+        self.plain = plain
+        self.stored = plain
+        self.codec = ""
+        self.why = why
+
+    def compressed(self, stored: int, codec: str) -> None:
+        self.state, self.stored, self.codec = COMPRESSED, stored, codec
+
+    def exact(self) -> None:
+        self.state, self.stored, self.codec = EXACT, self.plain, ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Consumer:
+    site: Site
+    need: Need
+    spatial: bool
+    lossless: Codec | None
+
+
+class _Handle:
+    """One storage at one version, raw until only the graph owns it, packed from then on."""
+
+    __slots__ = (
+        *("__weakref__", "base", "consumers", "dtype", "identity", "key", "numel", "packs", "raw", "readers"),
+        *("row", "values", "version", "views"),
+    )
+
+    def __init__(self, raw: Tensor, base: TensorMeta | None, numel: int, key: int, row: _Row) -> None:
+        self.raw: Tensor | None = raw
+        self.identity = capture.storage_id(raw)
+        self.version = capture.version_of(raw)
+        self.dtype = raw.dtype
+        self.numel = numel
+        self.base = base
+        self.key = key
+        self.row = row
+        self.consumers: list[_Consumer] = []
+        self.views: list[TensorMeta] = []
+        self.packs: dict[Codec, Packed] = {}
+        self.values: Packed | None = None
+        self.readers = 0
+
+    def whole(self) -> TensorMeta:
+        """The storage as one dense tensor, in the most telling shape known."""
+        for view in (*self.views, self.base):
+            if view is not None and view.numel == self.numel and layout_of(view.shape, view.stride).dense:
+                return view
+        last = self.views[0].shape[-1] if self.views[0].shape else 1
+        if last > 1 and self.numel % last == 0:
+            return TensorMeta((self.numel // last, last), (last, 1), self.dtype)
+        return TensorMeta((self.numel,), (1,), self.dtype)
+
+
+class _Reference:
+    """What autograd holds for a hooked slot: a view of a handle, read through one codec."""
+
+    __slots__ = ("handle", "lossless", "offset", "shape", "stride")
+
+    def __init__(self, handle: _Handle, view: Tensor, lossless: Codec | None) -> None:
+        self.handle = handle
+        self.shape = view.shape
+        self.stride = view.stride()
+        self.offset = view.storage_offset()
+        self.lossless = lossless
+
+
+class _Recast:
+    """Autocast's copy of a parameter, made again from the parameter."""
+
+    __slots__ = ("dtype", "parameter", "transposed", "version")
+
+    def __init__(self, parameter: Tensor, transposed: bool, dtype: torch.dtype) -> None:
+        self.parameter = parameter
+        self.version = capture.version_of(parameter)
+        self.transposed = transposed
+        self.dtype = dtype
+
+    def unpack(self) -> Tensor:
+        if capture.version_of(self.parameter) != self.version:
+            raise _changed_in_place(self.parameter.shape)
+        copy = self.parameter.detach().to(self.dtype)
+        return copy.t() if self.transposed else copy
+
+
+def _changed_in_place(shape: torch.Size) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a saved tensor of shape {tuple(shape)} changed after the forward that saved it"
+    )
+
+
+class Session:
+    """A compressed forward; made by :func:`compress` and :func:`attach`."""
+
+    def __init__(self, model: nn.Module, method: Method, seed: int, min_numel: int) -> None:
+        self.method = method
+        self.seed = seed
+        self.step = 0
+        self._model = model
+        self._min_numel = min_numel
+        self._abilities = capture.probe()
+        self._capture = Capture(self._visit, self._settle)
+        self._hooks: list[Any] = []
+        self._entered = False
+        self._noise = 0
+        self._forwards = 0
+        self._static: set[int] = set()
+        self._handles: dict[int, weakref.ref[_Handle]] = {}
+        self._recent: list[weakref.ref[_Handle]] = []
+        self._waiting: deque[weakref.ref[_Handle]] = deque()
+        self._decoded: tuple[weakref.ref[_Handle], Tensor] | None = None
+        self._rows: list[_Row] = []
+        self._counted: dict[int, tuple[weakref.ref[Any], _Row]] = {}
+
+    # ------------------------------------------------------------ lifetime
+
+    def __enter__(self) -> Session:
+        if self._entered:
+            raise RuntimeError("this session is already open; make another with lowtide.compress()")
+        self.step = next(_ticks)
+        self._hooks = self._capture.watch(self._model, self._start_forward)
+        self._open()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._close()
+        finally:
+            while self._hooks:
+                self._hooks.pop().remove()
+
+    def _open(self) -> None:
+        if not self._abilities.slots:
+            warnings.warn(
+                f"lowtide cannot reach saved tensors in torch {torch.__version__}; nothing is compressed",
+                stacklevel=3,
+            )
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        self._static = {capture.storage_id(t) for t in tensors if type(t) in (Tensor, nn.Parameter)}
+        self._rows.clear()
+        self._forget()
+        self._forwards = 0
+        self._start_forward()
+        self._capture.__enter__()
+        self._entered = True
+
+    def _close(self) -> None:
+        """Stop watching; encode what nobody holds, and note what somebody does."""
+        self._entered = False
+        self._capture.__exit__(None, None, None)
+        for reference in (*self._recent, *self._waiting):
+            handle = reference()
+            if handle is not None and not self._seal_if_ours(handle) and handle.raw is not None:
+                handle.row.state = HELD
+                handle.row.why = "still in use outside the graph when the forward ended"
+        self._forget()
+
+    def _forget(self) -> None:
+        self._handles.clear()
+        self._recent.clear()
+        self._waiting.clear()
+        self._counted.clear()
+        self._decoded = None
+
+    def _start_forward(self) -> None:
+        """Each forward of the model draws its own noise and counts its sites from zero."""
+        self._capture.restart()
+        self._forwards += 1
+        self._noise = _hash(f"{self.seed}/{self.step}/{self._forwards}/{_rank()}")
+
+    # ------------------------------------------------------------ forward
+
+    def _visit(self, slot: Slot) -> None:
+        """Decide about one newly saved tensor."""
+        if slot.foreign:
+            self._rows.append(_Row(slot, HELD, 0, "held by other saved-tensor hooks, such as checkpoint"))
+            return
+        tensor = slot.tensor
+        if type(tensor) is nn.Parameter or capture.is_parameter(tensor):
+            return
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.layout)
+            self._rows.append(_Row(slot, EXACT, _nbytes(tensor), f"{kind}: kept as it is"))
+            return
+        identity = capture.storage_id(tensor)
+        if identity in self._static:
+            return
+        rule = rule_for(slot)
+        if rule is None:
+            self._count(slot, "no rule for this op")
+        elif tensor.grad_fn is not None and self._recast(slot):
+            return
+        elif rule.need is Need.EXACT:
+            self._count(slot, rule.why)
+        else:
+            lossless = rule.codec(slot) if rule.codec is not None else None
+            if isinstance(lossless, ShapeOnly):
+                self._count(slot, rule.why, needs_values=False)
+                packed = lossless.encode(tensor, key=0)
+                slot.hook(lambda _: packed, Packed.decode)
+            elif lossless is None and (rule.need is Need.LOSSLESS or tensor.dtype not in FLOATS):
+                self._count(slot, f"{str(tensor.dtype).removeprefix('torch.')} values are kept exactly")
+            else:
+                need = Need.LOSSLESS if lossless is not None else rule.need
+                self._store(slot, identity, _Consumer(slot.site, need, rule.spatial, lossless), rule.why)
+
+    def _store(self, slot: Slot, identity: int, consumer: _Consumer, why: str) -> None:
+        """Hook the slot to the handle of its storage."""
+        tensor = slot.tensor
+        numel = tensor.numel()
+        handle = self._known(identity, tensor)
+        if handle is None:
+            total = tensor.untyped_storage().nbytes() // tensor.element_size()
+            slice_of_large = numel * 4 < total
+            if numel < self._min_numel and not slice_of_large:
+                self._count(slot, "small")
+                return
+            row = self._count(slot, why)
+            raw = tensor.detach()
+            base: TensorMeta | None = None
+            if slice_of_large:
+                # A view would keep the whole storage alive: copy the little that is needed.
+                raw = tensor = raw.clone(memory_format=torch.contiguous_format)
+                total = numel
+                row.compressed(raw.nbytes, str(Raw()))
+                row.why = "a small part of a larger storage: copied, so that the rest can go"
+            elif numel != total and (whole := capture.base_of(tensor)) is not None:
+                base = TensorMeta.of(whole)
+            handle = _Handle(raw, base, total, _signed(_hash(str(slot.site)) ^ self._noise), row)
+            reference = weakref.ref(handle)
+            self._handles[handle.identity] = reference
+            if numel >= self._min_numel:
+                self._recent.append(reference)
+        else:
+            self._share(slot, handle.row)
+        handle.consumers.append(consumer)
+        handle.views.append(TensorMeta.of(tensor))
+        handle.readers += consumer.lossless is None
+        light = _Reference(handle, tensor, consumer.lossless)
+        slot.hook(lambda _: light, self._unpack)
+        if self._abilities.sole is None:
+            self._seal_if_ours(handle)
+
+    def _known(self, identity: int, tensor: Tensor) -> _Handle | None:
+        reference = self._handles.get(identity)
+        handle = reference() if reference is not None else None
+        if (
+            handle is None
+            or handle.raw is None
+            or handle.version != capture.version_of(tensor)
+            or handle.dtype != tensor.dtype
+        ):
+            return None
+        return handle
+
+    def _recast(self, slot: Slot) -> bool:
+        tensor = slot.tensor
+        if tensor.dtype not in FLOATS or tensor.dtype == torch.float32:
+            return False
+        found = capture.parameter_behind_cast(tensor)
+        if found is None:
+            return False
+        row = self._count(slot, "autocast's copy of a parameter: cast again when needed")
+        recast = _Recast(found[0], found[1], tensor.dtype)
+        slot.hook(lambda _: recast, _Recast.unpack)
+        if row.site is slot.site:
+            row.compressed(0, "recast")
+        return True
+
+    def _count(self, slot: Slot, why: str, *, needs_values: bool = True) -> _Row:
+        """The row that carries the bytes of this slot's storage, made if there is none yet."""
+        storage = slot.tensor.untyped_storage()
+        identity = capture.storage_id(slot.tensor)
+        known = self._counted.get(identity)
+        if known is None or known[0]() is not storage:
+            row = _Row(slot, EXACT, storage.nbytes(), why)
+            self._counted[identity] = (weakref.ref(storage), row)
+            if not needs_values:
+                row.compressed(0, str(ShapeOnly()))
+        else:
+            row = known[1]
+            self._share(slot, row)
+            if needs_values and row.codec == str(ShapeOnly()):
+                row.exact()
+            return row
+        self._rows.append(row)
+        return row
+
+    def _share(self, slot: Slot, owner: _Row) -> None:
+        self._rows.append(_Row(slot, SHARED, 0, f"stored at {owner.site}"))
+
+    # ------------------------------------------------------------ encoding
+
+    def _settle(self) -> None:
+        """After each torch call: encode what the call's end left to the graph alone."""
+        recent = self._recent
+        if recent:
+            self._recent = [r for r in recent if not self._settled(r)]
+            if len(self._recent) > _RECENT:
+                self._waiting.append(self._recent.pop(0))
+        for _ in range(min(2, len(self._waiting))):
+            reference = self._waiting.popleft()
+            if not self._settled(reference):
+                self._waiting.append(reference)
+
+    def _settled(self, reference: weakref.ref[_Handle]) -> bool:
+        handle = reference()
+        return handle is None or self._seal_if_ours(handle)
+
+    def _seal_if_ours(self, handle: _Handle) -> bool:
+        """Encode if only the graph owns the storage; True if there is nothing left to wait for."""
+        raw = handle.raw
+        if raw is None or capture.version_of(raw) != handle.version:
+            return True
+        if not capture.only_we_own(handle.identity, self._abilities):
+            return False
+        with torch.no_grad():
+            self._seal(handle, raw)
+        return True
+
+    def _seal(self, handle: _Handle, raw: Tensor) -> None:
+        meta = handle.whole()
+        plain = raw.untyped_storage().nbytes()
+        lossless = {c.lossless for c in handle.consumers if c.lossless is not None}
+        need = max(c.need for c in handle.consumers)
+        codec: Codec | None = None
+        if need is not Need.LOSSLESS:
+            spatial = any(c.spatial for c in handle.consumers)
+            use = Use(need, meta, spatial, tuple(c.site for c in handle.consumers))
+            codec = self.method.codec_for(use)
+            if codec is None:
+                handle.row.why = f"{self.method.name} keeps these values"
+                return
+        total = sum(c.packed_nbytes(meta) for c in lossless)
+        total += codec.packed_nbytes(meta) if codec is not None else 0
+        if total >= plain and not isinstance(codec, Raw):
+            handle.row.why = "packing would not make it smaller"
+            return
+        tensor = raw.as_strided(meta.shape, meta.stride, 0)
+        packs: dict[Codec, Packed] = {}
+        try:
+            for exact in lossless:
+                packs[exact] = exact.encode(tensor, key=0)
+        except NotRepresentable as reason:
+            handle.row.why = f"kept exactly: {reason}"
+            return
+        stored = sum(p.nbytes for p in packs.values())
+        if codec is not None:
+            support = packs[_SUPPORT].buffers[0] if _SUPPORT in packs else None
+            handle.values = codec.encode(tensor, key=handle.key, support=support)
+            stored += handle.values.nbytes
+        handle.packs = packs
+        handle.raw = None
+        names = [str(c) for c in (codec, *packs) if c is not None]
+        handle.row.compressed(stored, " + ".join(names))
+
+    # ------------------------------------------------------------ backward
+
+    def _unpack(self, reference: _Reference) -> Tensor:
+        handle = reference.handle
+        raw = handle.raw
+        if raw is not None:
+            if capture.version_of(raw) != handle.version:
+                raise _changed_in_place(reference.shape)
+            return raw.as_strided(reference.shape, reference.stride, reference.offset)
+        if reference.lossless is not None:
+            flat = handle.packs[reference.lossless].decode()
+        else:
+            flat = self._decode(handle)
+        return flat.as_strided(reference.shape, reference.stride, reference.offset)
+
+    def _decode(self, handle: _Handle) -> Tensor:
+        """Decode; keep the result while the next reader may be the same handle's (q, k and v)."""
+        kept = self._decoded
+        self._decoded = None
+        if kept is not None and kept[0]() is handle:
+            decoded = kept[1]
+        else:
+            kept = None
+            assert handle.values is not None
+            support = handle.packs.get(_SUPPORT)
+            decoded = handle.values.decode(support.buffers[0] if support is not None else None)
+        handle.readers -= 1
+        if handle.readers > 0:
+            self._decoded = (weakref.ref(handle), decoded)
+        return decoded
+
+    # ------------------------------------------------------------ report
+
+    def report(self) -> Report:
+        """What was saved in the last forward, how it is stored, and why."""
+        rows = tuple(
+            SiteReport(r.site, r.shape, r.dtype, r.state, r.plain, r.stored, r.codec, r.why)
+            for r in self._rows
+        )
+        notes = []
+        if not self._abilities.slots:
+            notes.append(f"torch {torch.__version__} hides saved tensors: nothing was compressed")
+        if self._abilities.sole is None:
+            notes.append("torch hides storage owners: tensors were encoded as soon as they were saved")
+        return Report(_describe(self.method), rows, tuple(notes))
+
+
+def _describe(method: Method) -> str:
+    return repr(method).replace(type(method).__name__, method.name, 1)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor.numel() * tensor.element_size()
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _rank() -> int:
+    """Ranks must round independently, or averaging over them would not average the noise."""
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if ready else 0
+
+
+class Attachment:
+    """Compression of every forward of a model until :meth:`remove`; made by :func:`attach`."""
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        self._session = session
+        session._hooks = [
+            model.register_forward_pre_hook(_opener(session)),
+            *session._capture.watch(model, session._start_forward),
+            model.register_forward_hook(_closer(session), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take every hook off the model; may be called again."""
+        while self._session._hooks:
+            self._session._hooks.pop().remove()
+
+    def report(self) -> Report:
+        """What was saved in the last forward, how it is stored, and why."""
+        return self._session.report()
+
+    def state_dict(self) -> dict[str, int]:
+        """Seed and step: with the model's and optimizer's state, enough to resume bit for bit."""
+        return {"seed": self._session.seed, "step": self._session.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from ``state``."""
+        if set(state) != {"seed", "step"}:
+            raise ValueError(f"expected the keys 'seed' and 'step'; got {sorted(state)}")
+        self._session.seed, self._session.step = int(state["seed"]), int(state["step"])
+
+
+# Hooks are closures, not bound methods: copy.deepcopy of a model then leaves the session alone.
+
+
+def _opener(session: Session) -> Callable[..., None]:
+    def open_session(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not session._entered:
+            session.step += 1
+            session._open()
+
+    return open_session
+
+
+def _closer(session: Session) -> Callable[..., None]:
+    def close_session(module: nn.Module, args: Any, result: Any) -> None:
+        if session._entered and not session._capture.inside_module:
+            session._close()
+
+    return close_session
+
+
+def _session(
+    model: nn.Module, method: str | Method | Codec | Plan, seed: int, min_numel: int, options: dict[str, Any]
+) -> Session:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if next(model.parameters(), None) is None:
+        raise ValueError("the model has no parameters, so there is no training memory to compress")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number; got {seed!r}")
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
+        raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
+    return Session(model, resolve(method, options), seed, min_numel)
+
+
+def compress(
+    model: nn.Module,
+    method: str | Method | Codec | Plan = "division",
+    *,
+    seed: int = 0,
+    min_numel: int = MIN_NUMEL,
+    **options: Any,
+) -> Session:
+    """Run the forward inside this context: autograd then keeps compressed copies for backward.
+
+    The forward is exact; backward may run inside or outside. ``method`` is a name from
+    :func:`lowtide.methods` with its ``options``, a codec to use for every value, or a plan. The
+    model, torch's random streams and the loop are left as they were, also after an exception.
+
+    Rounding noise depends on ``seed``, on how many sessions the process opened before, and on the
+    site. Use :func:`attach` where a resumed run must repeat it.
+
+    >>> import torch, lowtide
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    >>> x = torch.randn(128, 64)
+    >>> with lowtide.compress(model, "actnn", bits=4) as session:
+    ...     loss = model(x).square().mean()
+    >>> loss.backward()
+    >>> session.report().ratio > 4
+    True
+    """
+    return _session(model, method, seed, min_numel, options)
+
+
+def attach(
+    model: nn.Module,
+    method: str | Method | Codec | Plan = "division",
+    *,
+    seed: int = 0,
+    min_numel: int = MIN_NUMEL,
+    **options: Any,
+) -> Attachment:
+    """Compress every forward of ``model`` from now on, in a loop that does not change.
+
+    Covers what happens inside ``model``'s forward; a loss computed outside stays exact. Forwards
+    under ``torch.no_grad()`` are left alone. ``handle.remove()`` undoes it.
+
+    >>> import torch, lowtide
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    >>> handle = lowtide.attach(model, "actnn", bits=2)
+    >>> model(torch.randn(128, 64)).sum().backward()
+    >>> handle.state_dict()
+    {'seed': 0, 'step': 1}
+    >>> handle.remove()
+    """
+    return Attachment(model, _session(model, method, seed, min_numel, options))

@@ -165,8 +165,9 @@ def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
 
 
 def describe(node: Any) -> tuple[str, tuple[str, ...]]:
-    """The op's name (``Convolution``, or ``Hardtanh1`` for a variant) and the names of its slots."""
-    return _describe_type(type(node))
+    """The op's name (``Convolution``, or ``LeakyRelu1`` for a variant) and the names of its slots."""
+    kind: Any = type(node)
+    return _describe_type(kind)
 
 
 @lru_cache(maxsize=1024)
@@ -191,6 +192,7 @@ class Capture(TorchFunctionMode):
 
     def __enter__(self) -> Capture:
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._path.clear()
         self._entered += 1
         return self
 
@@ -243,7 +245,7 @@ class Capture(TorchFunctionMode):
         stack = [node]
         while stack:
             node = stack.pop()
-            kind = type(node)
+            kind: Any = type(node)
             if kind.__name__ == _PARAMETER_NODE:
                 continue
             metadata = node.metadata
@@ -304,16 +306,10 @@ class Capture(TorchFunctionMode):
         ``starting`` is called when the forward of ``model`` itself begins.
         """
 
-        def leave(module: nn.Module, args: Any, result: Any) -> None:
-            if self._entered and torch.is_grad_enabled():
-                self._walk_all(result, None)
-            if self._path:
-                self._path.pop()
-
         handles = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(self._entering(name, starting)))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
         return handles
 
     def _entering(self, name: str, starting: Callable[[], None]) -> Callable[..., None]:
@@ -323,3 +319,13 @@ class Capture(TorchFunctionMode):
             self._path.append(name)
 
         return enter
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            if self._entered and torch.is_grad_enabled():
+                self._walk_all(result, None)
+            # Another hook of this module may have raised before ours could enter.
+            if self._path and self._path[-1] == name:
+                self._path.pop()
+
+        return leave

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from zoo import ZOO
 
 import lowtide
 from lowtide.codecs import Codec, Packed, Raw, TensorMeta
 from lowtide.codecs.base import layout_of
 from lowtide.codecs.lossy import row_of
+from zoo import ZOO
 
 
 def train(name, method=None, steps=3, autocast=False, **options):

@@ -5,6 +5,7 @@
 """
 
 from . import codecs
+from .allocator import tune_cpu_allocator
 from .capture import Site
 from .codecs import Codec
 from .methods import Method, methods
@@ -27,4 +28,5 @@ __all__ = [
     "codecs",
     "compress",
     "methods",
+    "tune_cpu_allocator",
 ]

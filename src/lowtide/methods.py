@@ -44,8 +44,8 @@ class Method(ABC):
         """The codec for these values; None keeps them exact."""
 
 
-# Choice of bits by need, measured (docs/design.md, "Bits by need"): values whose noise reaches
-# earlier layers get at least 4 bits, those that pass through an exponential at least 8.
+# Bits by need, measured (docs/design.md, "Bits by need"): values whose noise reaches every earlier
+# layer get at least 4 bits, those that pass through an exponential at least 8.
 _FLOOR = {Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 4, Need.EXPONENT: 8}
 
 
@@ -55,8 +55,11 @@ def _bits(need: Need, bits: int, propagating: int | None) -> int:
     return max(bits, _FLOOR[need])
 
 
-def _groups(use: Use, bits: int, group: int) -> GroupQuant:
-    return GroupQuant(bits, group, "sample" if use.dims else "row")
+def _groups(use: Use, bits: int, group: int, propagating: int | None) -> Codec:
+    """Groups of random rounding; log-probabilities as bfloat16, which is finest near zero."""
+    if use.need is Need.LOGARITHM:
+        return Cast("bfloat16")
+    return GroupQuant(_bits(use.need, bits, propagating), group, "sample" if use.dims else "row")
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class ActNN(Method):
 
     def codec_for(self, use: Use) -> Codec | None:
         """Groups for everything."""
-        return _groups(use, _bits(use.need, self.bits, self.propagating_bits), self.group)
+        return _groups(use, self.bits, self.group, self.propagating_bits)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Division(Method):
     name: ClassVar[str] = "division"
     block: int = 8
     bits: int = 2
-    group: int = 1024
+    group: int = 256
     propagating_bits: int | None = None
     faithful: bool = False
 
@@ -106,10 +109,10 @@ class Division(Method):
 
     def codec_for(self, use: Use) -> Codec | None:
         """Block means where there are maps."""
-        bits = _bits(use.need, self.bits, self.propagating_bits)
         if use.dims and max(use.meta.shape[2:]) > 1:
+            bits = _bits(use.need, self.bits, self.propagating_bits)
             return BlockMean(self.block, use.dims, bits, self.group, self.faithful)
-        return _groups(use, bits, min(self.group, 256))
+        return _groups(use, self.bits, self.group, self.propagating_bits)
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class CastAll(Method):
 
     def codec_for(self, use: Use) -> Codec | None:
         """One type for all; what passes through an exponential keeps at least 16 bits."""
-        if use.need is Need.EXPONENT and self.dtype.startswith("float8"):
+        if use.need in (Need.EXPONENT, Need.LOGARITHM) and self.dtype.startswith("float8"):
             return Cast("bfloat16")
         return Cast(self.dtype)
 

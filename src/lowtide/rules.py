@@ -30,7 +30,9 @@ class Need(IntEnum):
     """Noise reaches every earlier layer."""
     EXPONENT = 4
     """Noise goes through an exponential: small steps only."""
-    EXACT = 5
+    LOGARITHM = 5
+    """A log-probability, whose exponential is taken: relative precision near zero counts."""
+    EXACT = 6
     """Must not change."""
 
 
@@ -57,8 +59,11 @@ def _band(
         ends = []
         for end, missing in ((low, -math.inf), (high, math.inf)):
             value = slot.scalar(end) if isinstance(end, str) else end
-            ends.append(missing if value is None else float(value))
-        return Mask(ends[0], ends[1], closed, nan) if ends[0] < ends[1] else None
+            value = missing if value is None else float(value)
+            # clamp compares with its limits rounded to the dtype, the other kernels with exact ones
+            ends.append(float(torch.tensor(value, dtype=slot.tensor.dtype)) if closed else value)
+        usable = ends[0] < ends[1] and not (math.isinf(ends[0]) and math.isinf(ends[1]))
+        return Mask(ends[0], ends[1], closed, nan) if usable else None
 
     return codec
 
@@ -84,23 +89,24 @@ def _below(size: Callable[[Slot], int], *, negative: bool = False) -> Callable[[
 
 def _targets(slot: Slot) -> Codec | None:
     scores: Tensor = slot.scalar("self")
-    low = min(0, int(slot.scalar("ignore_index")))
-    return Indices(low, scores.shape[1 if scores.dim() > 1 else 0] - 1)
+    ignored = _negative(int(slot.scalar("ignore_index")))
+    classes = scores.shape[1 if scores.dim() > 1 else 0]
+    return Indices(min(0, ignored), max(classes - 1, ignored))
 
 
 def _along_dim(slot: Slot) -> int:
     sizes = slot.scalar("self_sym_sizes")
-    return int(sizes[_signed(slot.scalar("dim"), len(sizes))]) if len(sizes) else 1
+    return int(sizes[_negative(slot.scalar("dim")) % len(sizes)]) if len(sizes) else 1
 
 
-def _signed(dim: int, dims: int) -> int:
-    """Nodes keep a negative dimension as an unsigned 64-bit number."""
-    return (dim - 2**64 if dim >= 2**63 else dim) % dims
+def _negative(number: int) -> int:
+    """Nodes show a negative number as an unsigned 64-bit one."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _gathered(slot: Slot) -> int:
     source: Tensor = slot.scalar("self")
-    return source.shape[_signed(slot.scalar("dim"), source.dim())] if source.dim() else 1
+    return source.shape[_negative(slot.scalar("dim")) % source.dim()] if source.dim() else 1
 
 
 def _indexed(slot: Slot) -> int:
@@ -211,25 +217,19 @@ RULES: dict[tuple[str, str], Rule] = {
     # softmax and losses
     ("Softmax", "result"): Rule(Need.PROPAGATE, _OUTPUT),
     ("SafeSoftmax", "result"): Rule(Need.PROPAGATE, _OUTPUT),
-    ("LogSoftmax", "result"): Rule(Need.EXPONENT, "backward takes the exponential of the output"),
+    ("LogSoftmax", "result"): Rule(Need.LOGARITHM, "backward takes the exponential of the output"),
     ("NllLoss", "self"): Rule(Need.LOSSLESS, _SHAPE, codec=_shape_only),
     ("NllLoss", "target"): Rule(Need.LOSSLESS, _INDEX, codec=_targets),
     ("NllLoss", "total_weight"): Rule(Need.EXACT, "scales the whole gradient"),
     ("NllLoss2D", "total_weight"): Rule(Need.EXACT, "scales the whole gradient"),
     ("NllLoss2D", "self"): Rule(Need.LOSSLESS, _SHAPE, codec=_shape_only),
     ("NllLoss2D", "target"): Rule(Need.LOSSLESS, _INDEX, codec=_targets),
-    # attention: probabilities are rebuilt as exp(q k - logsumexp) from the exact logsumexp
+    # attention: probabilities are rebuilt as exp(q k - logsumexp) from the exact logsumexp, and the
+    # gradient of the scores is a difference in which errors of v and of the output do not cancel
     **{
-        (f"ScaledDotProduct{kind}", slot): Rule(
-            Need.EXPONENT, "scores pass through the exponential of softmax"
-        )
+        (f"ScaledDotProduct{kind}", slot): Rule(Need.EXPONENT, "scores pass through the exponential of softmax")
         for kind in _ATTENTION
-        for slot in ("query", "key")
-    },
-    **{
-        (f"ScaledDotProduct{kind}", slot): Rule(Need.PROPAGATE, _GATE)
-        for kind in _ATTENTION
-        for slot in ("value", "output")
+        for slot in ("query", "key", "value", "output")
     },
     **{
         (f"ScaledDotProduct{kind}", slot): Rule(Need.EXACT, "fixes the scale of the probabilities")

@@ -54,8 +54,8 @@ class _Row:
     def compressed(self, stored: int, codec: str) -> None:
         self.state, self.stored, self.codec = COMPRESSED, stored, codec
 
-    def exact(self) -> None:
-        self.state, self.stored, self.codec = EXACT, self.plain, ""
+    def exact(self, why: str) -> None:
+        self.state, self.stored, self.codec, self.why = EXACT, self.plain, "", why
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,7 @@ class Session:
             row = known[1]
             self._share(slot, row)
             if needs_values and row.codec == str(ShapeOnly()):
-                row.exact()
+                row.exact(why)
             return row
         self._rows.append(row)
         return row

@@ -66,6 +66,8 @@ def layout_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
     (2, 4, 5, 3)
     """
     order = _order(shape, stride)
+    if 0 in shape:
+        return Layout(True, order, stride, tuple(shape[d] for d in order))
     expected = 1
     for dim in reversed(order):
         if shape[dim] != 1 and stride[dim] != expected:
@@ -76,12 +78,18 @@ def layout_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
 
 
 def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions by falling stride; those of size 1 stay beside their logical left neighbour."""
-    real = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: (-stride[d], d))
-    order = list(real)
-    for dim in range(len(shape)):
-        if shape[dim] == 1:
-            order.insert(0 if dim == 0 else order.index(dim - 1) + 1, dim)
+    """Dimensions by falling stride. Those of size 1 stand before their logical right neighbour."""
+    order = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: (-stride[d], d))
+    for dim in reversed(range(len(shape))):
+        if shape[dim] != 1:
+            continue
+        if dim == 0:
+            order.insert(0, dim)
+        elif dim + 1 in order:
+            order.insert(order.index(dim + 1), dim)
+        else:
+            left = next((d for d in reversed(range(dim)) if d in order), None)
+            order.insert(0 if left is None else order.index(left) + 1, dim)
     return tuple(order)
 
 
@@ -194,7 +202,7 @@ def from_config(config: Mapping[str, Any]) -> Codec:
 
 def require(value: object, allowed: tuple[object, ...], what: str) -> None:
     """Raise with what was given and what is allowed."""
-    if isinstance(value, bool) or value not in allowed:
+    if type(value) is not type(allowed[0]) or value not in allowed:
         raise ValueError(f"{what} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
 

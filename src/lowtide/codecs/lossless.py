@@ -90,7 +90,7 @@ class Mask(Codec):
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """A number inside the band or one outside for each value."""
         meta = packed.meta
-        inside, outside = self._numbers()
+        inside, outside = self._numbers(meta.dtype)
         flat = ops.unpack_band(packed.buffers[0], meta.numel, meta.dtype, inside, outside)
         return flat.as_strided(meta.shape, meta.stride)
 
@@ -98,14 +98,17 @@ class Mask(Codec):
         """One bit a value."""
         return -(-meta.numel // 8)
 
-    def _numbers(self) -> tuple[float, float]:
+    def _numbers(self, dtype: torch.dtype) -> tuple[float, float]:
+        """A number inside and one outside that stay so when rounded to ``dtype``."""
         low, high = self.low, self.high
-        if math.isinf(high):
-            margin = max(1.0, abs(low))
-            return low + margin, low - margin if self.closed else low
-        margin = max(1.0, abs(high))
-        inside = high - margin if math.isinf(low) else (low + high) / 2
-        return inside, high + margin if self.closed else high
+        if math.isinf(low) and math.isinf(high):
+            return 0.0, math.nan
+        outside = 0.0 if low == 0 and not self.closed else -math.inf if math.isfinite(low) else math.inf
+        if math.isfinite(low) and math.isfinite(high):
+            return low / 2 + high / 2, outside
+        inside = low + max(1.0, abs(low)) if math.isfinite(low) else high - max(1.0, abs(high))
+        largest = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+        return inside if abs(inside) <= largest else math.copysign(math.inf, inside), outside
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,8 @@ class TwoValue(Codec):
         if flat.numel() == 0:
             return Packed(self, meta, (flat.new_empty(0, dtype=torch.uint8), flat.new_zeros(1)))
         value = flat.max()
-        if not bool(((flat == 0) | (flat == value)).all()) or not float(value) > 0:
+        two = ((flat == 0) | (flat == value)).all() & ~torch.signbit(flat).any()
+        if not bool(two) or not float(value) > 0:
             raise NotRepresentable("the tensor holds more than zero and one positive number")
         return Packed(self, meta, (ops.pack_band(flat, 0.0, math.inf, False, False), value.reshape(1)))
 
@@ -162,6 +166,8 @@ class Indices(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Raise :class:`NotRepresentable` if an integer lies outside."""
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+            raise TypeError(f"indices stores integers; got {tensor.dtype}")
         flat, meta, _ = flatten(tensor)
         if flat.numel():
             low, high = torch.aminmax(flat)
@@ -217,8 +223,8 @@ class PoolOffsets(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Raise :class:`NotRepresentable` if a position is not a tap of its window."""
-        _, meta, _ = flatten(tensor)
-        rest = tensor
+        _, meta, layout = flatten(tensor)
+        tensor = rest = tensor if layout.dense else tensor.contiguous()
         offset = torch.zeros_like(tensor)
         scale = 1
         valid = torch.ones((), dtype=torch.bool, device=tensor.device)
@@ -231,7 +237,7 @@ class PoolOffsets(Codec):
             valid = valid & ((distance % self.dilation[d] == 0) & (tap >= 0) & (tap < self.kernel[d])).all()
             offset += tap * scale
             scale *= self.kernel[d]
-        if not bool(valid):
+        if not bool(valid & (rest == 0).all()):
             raise NotRepresentable("a position lies outside its pooling window")
         return Packed(self, meta, (ops.pack_uints(flatten(offset)[0], 0, self.bits),))
 

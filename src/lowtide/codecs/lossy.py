@@ -106,7 +106,7 @@ class BlockMean(Codec):
     block: int = 8
     dims: int = 2
     bits: int = 2
-    group: int = 1024
+    group: int = 256
     faithful: bool = False
 
     def __post_init__(self) -> None:
@@ -125,10 +125,13 @@ class BlockMean(Codec):
         _require_float(tensor, self)
         if tensor.dim() < self.dims:
             raise ValueError(f"block_mean with dims={self.dims} got a tensor of shape {tuple(tensor.shape)}")
+        _, meta, _ = flatten(tensor)
+        if meta.numel == 0:
+            return Packed(self, meta, (tensor.new_empty(0),))
         if self.faithful:
-            return self._encode_faithful(tensor.contiguous(), key)
-        meta, geometry, row = self._frame(TensorMeta.of(tensor))
-        if meta.stride != tensor.stride():
+            return self._encode_faithful(tensor.contiguous(), meta, key)
+        stride, geometry, row = _block_frame(meta.shape, meta.stride, self.dims)
+        if stride != tensor.stride():
             tensor = tensor.contiguous()
         flat = tensor.as_strided((meta.numel,), (1,))
         if self.bits == 0:
@@ -139,10 +142,12 @@ class BlockMean(Codec):
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """Means plus differences; zeros come back exactly with ``support`` (but not from pooling)."""
-        if self.faithful:
-            return self._decode_faithful(packed)
         meta = packed.meta
-        _, geometry, row = self._frame(meta)
+        if meta.numel == 0:
+            return packed.buffers[0].new_empty_strided(meta.shape, meta.stride)
+        if self.faithful:
+            return _with_stride(self._decode_faithful(packed), meta.stride)
+        stride, geometry, row = _block_frame(meta.shape, meta.stride, self.dims)
         if self.bits == 0:
             flat = ops.spread_blocks(packed.buffers[0], geometry, self.block, meta.dtype)
         else:
@@ -150,21 +155,20 @@ class BlockMean(Codec):
             flat = ops.dequantize_blocks(
                 low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype, support
             )
-        return flat.as_strided(meta.shape, meta.stride)
+        return _with_stride(flat.as_strided(meta.shape, stride), meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """Means, codes, and four bytes for each group."""
+        if meta.numel == 0:
+            return 0
         if self.faithful:
             return self._faithful_nbytes(meta)
-        meta, geometry, row = self._frame(meta)
+        stride = layout_of(meta.shape, meta.stride).stride
+        _, geometry, row = _block_frame(meta.shape, stride, self.dims)
         low = math.prod(ops.low_shape(geometry, self.block))
         if self.bits == 0:
             return low * meta.dtype.itemsize
         return 2 * low + _quantized_nbytes(meta.numel, row, self.group, self.bits)
-
-    def _frame(self, meta: TensorMeta) -> tuple[TensorMeta, tuple[int, ...], int]:
-        stride, geometry, row = _block_frame(meta.shape, meta.stride, self.dims)
-        return TensorMeta(meta.shape, stride, meta.dtype), geometry, row
 
     # The published scheme, kept apart because its windows and cells do not line up.
 
@@ -178,11 +182,8 @@ class BlockMean(Codec):
             low.to(torch.float32), size=shape[len(shape) - self.dims :], mode="nearest"
         )
 
-    def _encode_faithful(self, tensor: Tensor, key: int) -> Packed:
-        meta = TensorMeta.of(tensor)
+    def _encode_faithful(self, tensor: Tensor, meta: TensorMeta, key: int) -> Packed:
         kernel, _, area = self._faithful_sizes(meta.shape)
-        if meta.numel == 0:
-            return Packed(self, meta, (tensor.new_empty(0),) * 3)
         maps = tensor.reshape(-1, 1, *meta.shape[tensor.dim() - self.dims :]).to(torch.float32)
         pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[self.dims - 1]
         low = pool(maps, kernel, kernel).to(torch.bfloat16)
@@ -192,19 +193,22 @@ class BlockMean(Codec):
 
     def _decode_faithful(self, packed: Packed) -> Tensor:
         meta, (low, codes, side) = packed.meta, packed.buffers
-        if meta.numel == 0:
-            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=low.device)
         area = self._faithful_sizes(meta.shape)[2]
         residual = ops.dequantize_groups(codes, side, meta.numel, area, area, self.bits, torch.float32, None)
         maps = self._spread_faithful(low, meta.shape)
         return maps.add_(residual.view_as(maps)).to(meta.dtype).view(meta.shape)
 
     def _faithful_nbytes(self, meta: TensorMeta) -> int:
-        if meta.numel == 0:
-            return 0
         _, pooled, area = self._faithful_sizes(meta.shape)
         maps = meta.numel // area
         return maps * (2 * math.prod(pooled) + ops.group_bytes(area, self.bits) + 4)
+
+
+def _with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same values laid out by ``stride``; copied only if they are not so already."""
+    if tensor.stride() == stride:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
 @lru_cache(maxsize=4096)
@@ -240,7 +244,8 @@ class Cast(Codec):
     """Round to nearest in a smaller float type; one scale for the tensor where the range needs it.
 
     The 8-bit types are scaled so that the largest value fits exactly, float16 only if it would
-    overflow. Round-to-nearest is biased by at most half a unit in the last place.
+    overflow. Round-to-nearest is biased by at most half a unit in the last place; as with any cast, a value
+    within half a unit of its type's largest may round to Inf.
     """
 
     id: ClassVar[str] = "cast"
@@ -258,14 +263,15 @@ class Cast(Codec):
         flat, meta, _ = flatten(tensor)
         target = _CASTS[self.dtype]
         if not self._scaled:
-            return Packed(self, meta, (flat.to(target),))
+            return Packed(self, meta, (flat.to(target, copy=True),))
         largest = (
             flat.abs().max().to(torch.float32) if flat.numel() else flat.new_zeros((), dtype=torch.float32)
         )
         scale = largest / torch.finfo(target).max
         if self.dtype == "float16":
             scale = scale.clamp_min(1.0)
-        scale = torch.where(scale > 0, scale.clamp_min(2.0**-126), 1.0)
+        # A scale that is not finite poisons the tensor: it stands for a value that is not.
+        scale = torch.where(scale == 0, 1.0, scale.clamp_min(2.0**-126))
         return Packed(self, meta, ((flat.to(torch.float32) / scale).to(target), scale.reshape(1)))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:

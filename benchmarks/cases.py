@@ -1,0 +1,112 @@
+"""What is measured: networks with their batch, the modes a step can run in, codecs.
+
+A *subject* is a setup function: ``SUBJECTS[name](batch) -> Subject``. A *mode* is a way to run its step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from nets import BasicBlock, Bottleneck, DoubleConv, UNet3d, resnet20, resnet50
+
+
+@dataclass
+class Subject:
+    model: nn.Module
+    loss: Callable[[nn.Module], Tensor]
+    blocks: list[nn.Module]
+
+
+def _images(model: nn.Module, x: Tensor, classes: int, kind: type[nn.Module]) -> Subject:
+    target = torch.randint(classes, (x.shape[0], *x.shape[2:]) if kind is DoubleConv else (x.shape[0],))
+    # The batch is made anew from a seed in each step, as a data loader would: nobody else holds it.
+    return Subject(
+        model,
+        lambda m: F.cross_entropy(m(x.clone()), target),
+        [m for m in model.modules() if type(m) is kind],
+    )
+
+
+def _tokens(model: nn.Module, batch: dict[str, Tensor], blocks: Any) -> Subject:
+    return Subject(model, lambda m: m(**batch).loss, list(blocks))
+
+
+def _bert(batch: int) -> Subject:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model = BertForSequenceClassification(BertConfig(vocab_size=8192))
+    tokens = {"input_ids": torch.randint(8192, (batch, 128)), "labels": torch.randint(2, (batch,))}
+    return _tokens(model, tokens, model.bert.encoder.layer)
+
+
+def _gpt2(batch: int) -> Subject:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8192, use_cache=False))
+    tokens = torch.randint(8192, (batch, 256))
+    return _tokens(model, {"input_ids": tokens, "labels": tokens}, model.transformer.h)
+
+
+def _mlp(depth: int, width: int, batch: int) -> Subject:
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Linear(width, 1))
+    x = torch.randn(batch, width)
+    return Subject(model, lambda m: m(x.clone()).square().mean(), [])
+
+
+SUBJECTS: dict[str, Callable[[int], Subject]] = {
+    "resnet50": lambda n: _images(resnet50(), torch.randn(n, 3, 224, 224), 1000, Bottleneck),
+    "resnet20": lambda n: _images(resnet20(), torch.randn(n, 3, 32, 32), 10, BasicBlock),
+    "bert": _bert,
+    "gpt2": _gpt2,
+    "unet3d": lambda n: _images(UNet3d(), torch.randn(n, 1, 32, 64, 64), 3, DoubleConv),
+    "tiny-mlp": lambda n: _mlp(40, 32, n),
+    "tiny-cnn": lambda n: _images(resnet20(), torch.randn(n, 3, 4, 4), 10, BasicBlock),
+    **{f"depth-{d}": functools.partial(_mlp, d, 512) for d in (10, 25, 50, 100, 200)},
+}
+
+BATCH = {"resnet50": 16, "resnet20": 128, "bert": 8, "gpt2": 2, "unet3d": 2, "tiny-mlp": 8, "tiny-cnn": 2}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lossless": ("lossless", {}),
+    "division": ("division", {}),
+    "actnn": ("actnn", {}),
+    "pool": ("pool", {}),
+    "cast-bfloat16": ("cast", {}),
+}
+
+
+def checkpoint_blocks(subject: Subject) -> None:
+    for block in subject.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def step(subject: Subject, mode: str, **options: Any) -> tuple[int, int]:
+    """One forward and backward; returns plain and stored bytes of what autograd kept (0, 0 if unknown).
+
+    ``mode`` is plain, checkpoint, a method, or ``bf16`` / ``bf16+method`` for autocast.
+    """
+    autocast, _, name = mode.rpartition("+") if "+" in mode else ("bf16" if mode == "bf16" else "", "", mode)
+    subject.model.zero_grad(set_to_none=True)
+    context: Any = contextlib.nullcontext()
+    if name in METHODS:
+        method, defaults = METHODS[name]
+        context = lowtide.compress(subject.model, method, **defaults, **options)
+    with context as session, torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
+        loss = subject.loss(subject.model)
+    loss.backward()
+    if session is None:
+        return 0, 0
+    report = session.report()
+    return report.plain_nbytes, report.stored_nbytes

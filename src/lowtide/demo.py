@@ -1,0 +1,343 @@
+"""``lowtide demo``: one small network, trained exactly and compressed, side by side.
+
+Every method trains in its own process from the same weights on the same batches. Memory is measured in
+another process, because exact memory and honest times exclude each other (see ``measure``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import kernels
+from .measure import Emit, peak_above, run_child
+from .report import size
+from .session import Session, compress
+
+EXACT = "exact"
+METHODS = (EXACT, "division", "actnn", "pool")
+STEPS = 40
+BATCH = 64
+
+_SIDE = 32
+_TRAIN = 1437  # four fifths of the 1797 digits
+_WARM = 2  # steps in which kernels compile, buffers appear and caches fill: not timed, not measured
+_TOLERANCE = 0.01  # of test accuracy; less is a few images of 360
+
+
+class MissingError(ImportError):
+    """A package that only the demo needs is not installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method's run; bytes and seconds are those of one step."""
+
+    method: str
+    accuracy: float
+    first_loss: float
+    last_loss: float
+    plain_nbytes: int
+    stored_nbytes: int
+    peak_nbytes: int
+    seconds: float
+    seconds_20: float
+    seconds_80: float
+    load: float
+    kernels: str
+
+    @property
+    def ratio(self) -> float:
+        """Plain bytes over stored bytes."""
+        return self.plain_nbytes / self.stored_nbytes
+
+
+# ---------------------------------------------------------------- the network and its data
+
+
+class Block(nn.Module):
+    """Two convolutions around a shortcut, as in ResNet-18."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = _conv(inputs, outputs, 3, stride)
+        self.second = _conv(outputs, outputs, 3, 1)
+        self.shortcut = nn.Identity() if stride == 1 else _conv(inputs, outputs, 1, stride)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the convolutions find to the input."""
+        found: Tensor = self.second(self.relu(self.first(x)))
+        found += self.shortcut(x)
+        rectified: Tensor = self.relu(found)
+        return rectified
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+    # In so short a run torch's usual momentum of 0.1 would leave the averages behind the weights.
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs, momentum=0.3))
+
+
+def network(width: int = 16) -> nn.Sequential:
+    """A residual network for 32x32 grey images: six blocks, ten classes."""
+    return nn.Sequential(
+        _conv(1, width, 3, 1),
+        nn.ReLU(inplace=True),
+        *(Block(width, width, 1), Block(width, width, 1)),
+        *(Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1)),
+        *(Block(2 * width, 4 * width, 2), Block(4 * width, 4 * width, 1)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, 10),
+    )
+
+
+def _digits() -> dict[str, Any]:
+    """Pixels and labels as plain lists, so that children need not import scikit-learn."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return {"pixels": digits.data.astype(int).tolist(), "labels": digits.target.tolist()}
+
+
+def _tensors(data: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    small = torch.tensor(data["pixels"], dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
+    images = F.interpolate(small, size=_SIDE, mode="bilinear", align_corners=False)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images[order], torch.tensor(data["labels"])[order]
+
+
+# ---------------------------------------------------------------- what the children do
+
+
+class _Training:
+    """The same weights and the same batches for each method."""
+
+    def __init__(self, argument: dict[str, Any]) -> None:
+        self.method: str = argument["method"]
+        self.steps: int = argument["steps"]
+        self.batch: int = argument["batch"]
+        self.images, self.labels = _tensors(argument["data"])
+        torch.manual_seed(0)
+        self.model = network().train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        # One step more than is taken: the schedule ends at a rate of zero, and refuses a total of one.
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 5e-3, total_steps=self.steps + 1)
+        self.session: Session | None = None
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        rest = torch.empty(0, dtype=torch.long)
+        for _ in range(self.steps):
+            while len(rest) < self.batch:
+                rest = torch.cat((rest, torch.randperm(_TRAIN, generator=generator)))
+            yield self.images[rest[: self.batch]], self.labels[rest[: self.batch]]
+            rest = rest[self.batch :]
+
+    def step(self, images: Tensor, labels: Tensor) -> float:
+        self.optimizer.zero_grad()
+        with contextlib.ExitStack() as stack:
+            if self.method != EXACT:
+                self.session = stack.enter_context(compress(self.model, self.method))
+            loss = F.cross_entropy(self.model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.item()
+
+    def kept(self, images: Tensor, labels: Tensor) -> tuple[int, int]:
+        """Bytes that autograd keeps for a step, and bytes that were stored instead."""
+        if self.session is not None:
+            report = self.session.report()
+            return report.plain_nbytes, report.stored_nbytes
+        with compress(self.model, "lossless") as session:
+            loss = F.cross_entropy(self.model(images), labels)
+        del loss  # not before the session ended: it looks at what the graph keeps then
+        plain = session.report().plain_nbytes
+        return plain, plain
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        self.model.eval()
+        found = self.model(self.images[_TRAIN:]).argmax(1)
+        return float((found == self.labels[_TRAIN:]).float().mean())
+
+
+def train(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Train in this process; everything a :class:`Row` needs but the peak."""
+    training = _Training(argument)
+    losses: list[float] = []
+    seconds: list[float] = []
+    for images, labels in training.batches():
+        start = time.perf_counter()
+        losses.append(training.step(images, labels))
+        seconds.append(time.perf_counter() - start)
+        emit({"step": len(losses)})
+    # Accuracy first: counting the exact method's bytes takes a forward, which moves BatchNorm's averages.
+    accuracy = training.accuracy()
+    training.model.train()
+    plain, stored = training.kept(images, labels)
+    timed = sorted(seconds[_WARM:] or seconds[-1:])
+    return {
+        "accuracy": accuracy,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "plain_nbytes": plain,
+        "stored_nbytes": stored,
+        "seconds": statistics.median(timed),
+        "seconds_20": timed[len(timed) // 5],
+        "seconds_80": timed[-1 - len(timed) // 5],
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
+        "kernels": "none" if training.method == EXACT else kernels_in_use(),
+    }
+
+
+def peaks(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """Peak memory of a step of each method, above weights, optimizer state and data.
+
+    For a child with exact memory: there each training gives all its memory back before the next begins.
+    """
+    found = {}
+    for method in METHODS:
+        training = _Training({**argument, "method": method, "steps": _WARM + 1})
+        *warm, last = training.batches()
+        for images, labels in warm:
+            training.step(images, labels)
+            emit({"step": method})
+        found[method] = peak_above(partial(training.step, *last))
+        emit({"step": method})
+    return found
+
+
+def kernels_in_use() -> str:
+    """What served the operators called in this process so far: "numba", or "reference: reason"."""
+    used = [served for served in kernels.status().values() if "not compiled yet" not in served]
+    return next((served for served in used if served.startswith("reference")), "numba")
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def compare(steps: int, batch: int, on_step: Callable[[str], None]) -> list[Row]:
+    """Run every method, one after the other; ``on_step`` hears a method's name, or "memory", each step."""
+    argument = {"steps": steps, "batch": batch, "data": _digits()}
+
+    def child(function: str, name: str, exact_rss: bool, **more: Any) -> dict[str, Any]:
+        return run_child(function, argument | more, exact_rss=exact_rss, on_event=lambda _: on_step(name))
+
+    trained = {m: child("lowtide.demo:train", m, exact_rss=False, method=m) for m in METHODS}
+    peak = child("lowtide.demo:peaks", "memory", exact_rss=True)
+    return [Row(m, peak_nbytes=peak[m], **trained[m]) for m in METHODS]
+
+
+def run(steps: int = STEPS, batch: int = BATCH, json_path: Path | None = None) -> None:
+    """Compare the methods; show bars meanwhile, then one table and one sentence.
+
+    About a minute on two cores with the defaults. Raises :class:`MissingError` without rich or
+    scikit-learn. ``json_path`` receives all numbers.
+    """
+    try:
+        import sklearn.datasets  # noqa: F401
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError as error:
+        raise MissingError(f"the demo needs rich and scikit-learn: pip install lowtide[demo] ({error})") from error
+    bars = Console(stderr=True, highlight=False)
+    columns = TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    totals = dict.fromkeys(METHODS, steps) | {"memory": len(METHODS) * (_WARM + 1)}
+    with Progress(*columns, console=bars, disable=not bars.is_terminal) as progress:
+        tasks = {name: progress.add_task(name, total=total, start=False) for name, total in totals.items()}
+
+        def on_step(name: str) -> None:
+            if not progress.tasks[tasks[name]].started:
+                progress.start_task(tasks[name])
+                if not bars.is_terminal:
+                    bars.print(f"{name} ...")
+            progress.advance(tasks[name])
+
+        rows = compare(steps, batch, on_step)
+    sentence = conclusion(rows)
+    _show(rows, steps, batch, sentence)
+    if json_path is not None:
+        settings = {"steps": steps, "batch": batch, "torch": torch.__version__}
+        settings["threads"] = torch.get_num_threads()
+        content = {
+            "settings": settings,
+            "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
+            "conclusion": sentence,
+        }
+        json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _show(rows: Sequence[Row], steps: int, batch: int, sentence: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    title = f"A small ResNet on {_TRAIN} digits of {_SIDE}x{_SIDE}: {steps} steps of {batch} images"
+    table = Table(title=title, box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2, title_style="")
+    table.add_column("method")
+    for name in ("test\naccuracy", "saved for backward\nplain -> stored", "plain /\nstored"):
+        table.add_column(name, justify="right")
+    for name in ("peak memory\nabove rest", "seconds\na step"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.method,
+            f"{row.accuracy:.1%}",
+            f"{size(row.plain_nbytes)} -> {size(row.stored_nbytes)}",
+            f"{row.ratio:.1f}x",
+            size(row.peak_nbytes),
+            f"{row.seconds:.3f}",
+        )
+    console.print(table)
+    console.print(sentence, soft_wrap=not console.is_terminal)
+
+
+def conclusion(rows: Sequence[Row]) -> str:
+    """What the numbers say, in one sentence; the first row is the exact run."""
+    exact, *others = rows
+    close = [row for row in others if row.accuracy >= exact.accuracy - _TOLERANCE]
+    best = min(close or others, key=lambda row: row.peak_nbytes)
+    points = 100 * (best.accuracy - exact.accuracy)
+    parts = [
+        f"With {best.method} autograd keeps {best.ratio:.1f}x fewer bytes",
+        f"the peak of a step goes from {size(exact.peak_nbytes)} to {size(best.peak_nbytes)}",
+        f"test accuracy is {abs(points):.1f} points {'higher' if points > 0 else 'lower'}"
+        if round(points, 1)
+        else "test accuracy is the same",
+        _time(exact, best),
+    ]
+    text = ", ".join(parts[:-1]) + f", and {parts[-1]}"
+    if not close:
+        text += "; no method came within a point of the exact accuracy, so train longer (--steps)"
+    load, cores = max(exact.load, best.load), os.cpu_count() or 1
+    if load > 1.5 * cores:  # the demo alone makes a load of one for each core
+        text += f"; other jobs shared the cores (a load of {load:.0f} on {cores}), so the times mean little"
+    if best.kernels.startswith("reference"):
+        text += f"; the slow reference kernels served ({best.kernels.removeprefix('reference').lstrip(': ')})"
+    return text + "."
+
+
+def _time(exact: Row, best: Row) -> str:
+    change = best.seconds / exact.seconds - 1
+    if abs(change) < 0.005:
+        return "a step takes as long"
+    text = f"a step takes {abs(change):.0%} {'more' if change > 0 else 'less'} time"
+    if best.seconds_20 <= exact.seconds_80 and exact.seconds_20 <= best.seconds_80:
+        text += " (less than the spread between steps)"
+    return text

@@ -1,0 +1,1212 @@
+"""One contract for every codec, then what each codec promises beyond it.
+
+Statistical tests have fixed keys, so they cannot flake; their tolerances come from formulas, written
+where they are used, with a chance of failure of about one in a million for sound code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from lowtide import codecs, ops
+from lowtide.codecs import (
+    BlockMean,
+    Cast,
+    Codec,
+    GroupQuant,
+    Indices,
+    Mask,
+    NotRepresentable,
+    PoolOffsets,
+    Raw,
+    ShapeOnly,
+    TensorMeta,
+    TwoValue,
+    from_config,
+)
+from lowtide.kernels import reference
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = tuple(n for n in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, n))
+POOL = PoolOffsets(size=(64, 64), kernel=(3, 2), stride=(2, 3), padding=(1, 0), dilation=(1, 2))
+
+# A new codec is one line here; the contract below then holds for it.
+CODECS: list[Codec] = [
+    Raw(),
+    ShapeOnly(),
+    Mask(),
+    Mask(-1.0, 0.5, closed=True, nan=False),
+    TwoValue(),
+    *(Indices(-3, -3 + 2**b - 1) for b in (1, 2, 4, 8, 16, 32)),
+    POOL,
+    *(GroupQuant(b) for b in (1, 2, 4, 8)),
+    GroupQuant(2, 7, "sample"),
+    GroupQuant(4, 5, "row"),
+    GroupQuant(8, 33, "flat"),
+    *(BlockMean(4, 2, b, 50) for b in (1, 2, 4, 8)),
+    BlockMean(3, 1, 8),
+    BlockMean(2, 3, 8),
+    BlockMean(3, 2, 0),
+    BlockMean(1, 2, 0),
+    BlockMean(4, 2, 8, faithful=True),
+    Cast("bfloat16"),
+    Cast("float16"),
+    *(Cast(n) for n in FP8),
+]
+LOSSY = [c for c in CODECS if isinstance(c, (GroupQuant, BlockMean, Cast))]
+RANDOM = [c for c in LOSSY if not isinstance(c, Cast) and c.bits]
+INTEGERS = (Indices, PoolOffsets)
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+# name -> (shape to fill, view of it)
+CASES = {
+    "vector": ((257,), lambda x: x),
+    "matrix": ((31, 17), lambda x: x),
+    "transposed matrix": ((13, 7), lambda x: x.t()),
+    "maps": ((2, 3, 9, 10), lambda x: x),
+    "maps channels_last": ((2, 3, 9, 10), _last),
+    "maps channels_last of one row": ((2, 3, 1, 10), _last),
+    "maps channels_last of one column": ((2, 3, 10, 1), _last),
+    "maps channels_last of one channel": ((2, 1, 5, 6), _last),
+    "maps of one pixel": ((3, 4, 1, 1), lambda x: x),
+    "maps transposed": ((2, 3, 9, 10), lambda x: x.transpose(2, 3)),
+    "maps permuted": ((4, 5, 6, 7), lambda x: x.permute(3, 1, 0, 2)),
+    "volumes": ((2, 3, 4, 5, 6), lambda x: x),
+    "volumes channels_last_3d": (
+        (2, 3, 4, 5, 6),
+        lambda x: x.contiguous(memory_format=torch.channels_last_3d),
+    ),
+    "empty": ((0,), lambda x: x),
+    "empty batch": ((0, 3, 4, 4), lambda x: x),
+    "empty inside": ((2, 3, 0, 4), lambda x: x),
+    "0-dim": ((), lambda x: x),
+    "one": ((1,), lambda x: x),
+    "one in four dimensions": ((1, 1, 1, 1), lambda x: x),
+    "prime": ((1009,), lambda x: x),
+    "prime maps": ((3, 5, 7, 11), lambda x: x),
+    "dense with an offset": ((40, 6), lambda x: x[3:30]),
+    "slice": ((6, 20), lambda x: x[::2, 1:18:3]),
+    "maps slice": ((4, 6, 8, 8), lambda x: x[1:3, ::2, 1:7, ::3]),
+    "maps channels_last slice": ((2, 6, 8, 8), lambda x: _last(x)[:, ::2]),
+    "expanded": ((1, 5, 7), lambda x: x.expand(4, 5, 7)),
+}
+
+
+def _values(codec: Codec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Values the codec is made for."""
+    if isinstance(codec, Indices):
+        return torch.randint(codec.low, codec.high + 1, shape, generator=generator)
+    if isinstance(codec, PoolOffsets):
+        position, (height, width) = torch.zeros(shape, dtype=torch.int64), shape[-2:]
+        for size, count, kernel, stride, padding, dilation, view in zip(
+            codec.size,
+            (height, width),
+            codec.kernel,
+            codec.stride,
+            codec.padding,
+            codec.dilation,
+            ((-1, 1), (1, -1)),
+            strict=True,
+        ):
+            tap = torch.randint(0, kernel, shape, generator=generator)
+            start = torch.arange(count).view(view) * stride - padding
+            at = start + tap * dilation
+            position = position * size + torch.where(at < 0, at + dilation, at)
+        return position
+    values = torch.randn(shape, generator=generator)
+    if isinstance(codec, TwoValue):
+        values = (values > 0) * (1 / 0.7)
+        values.view(-1)[:1] = 1 / 0.7
+    return values
+
+
+def _fits(codec: Codec, shape: tuple[int, ...]) -> bool:
+    dims = {BlockMean: getattr(codec, "dims", 0), PoolOffsets: 2}.get(type(codec), 0)
+    return len(shape) >= dims
+
+
+def _dtypes(codec: Codec) -> tuple[torch.dtype, ...]:
+    if isinstance(codec, Indices):
+        return (torch.int64, torch.int32) if codec.bits == 16 else (torch.int64,)
+    return (torch.int64,) if isinstance(codec, PoolOffsets) else FLOATS
+
+
+def _tensors(codec: Codec, case: str) -> list[Tensor]:
+    shape, view = CASES[case]
+    probe = view(torch.empty(shape))
+    if not _fits(codec, tuple(probe.shape)):
+        pytest.skip("too few dimensions")
+    found = []
+    for dtype in _dtypes(codec):
+        generator = torch.Generator().manual_seed(len(case))
+        base = torch.zeros(shape, dtype=dtype)
+        tensor = view(base)
+        if 0 in tensor.stride() and tensor.numel():
+            base.copy_(_values(codec, shape, generator))
+        else:
+            tensor.copy_(_values(codec, tuple(tensor.shape), generator))
+        found.append(tensor)
+    return found
+
+
+def _bytes(packed: codecs.Packed) -> list[bytes]:
+    return [b.contiguous().view(torch.uint8).numpy().tobytes() for b in packed.buffers]
+
+
+def _offsets(tensor: Tensor) -> Tensor:
+    at = torch.zeros(tensor.shape, dtype=torch.int64)
+    for d, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        at += (torch.arange(size) * stride).view([-1 if k == d else 1 for k in range(tensor.dim())])
+    return at
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return torch.equal(_offsets(tensor).flatten().sort().values, torch.arange(tensor.numel()))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit but for the payload of NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    nan = a.isnan()
+    signs = torch.equal(torch.signbit(a)[~nan], torch.signbit(b)[~nan])
+    return torch.equal(nan, b.isnan()) and torch.equal(a[~nan], b[~nan]) and signs
+
+
+def _half_ulp(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def _bound(codec: Codec, x: Tensor) -> Tensor | float:
+    """An error no value may exceed, from the tensor's range alone (looser than from its groups).
+
+    Groups: the stored minimum lies at most one bfloat16 unit (2**-7) of it too low, the step is rounded
+    up by at most 2**-7, and an error stays below one step. Block means: differences span at most twice the
+    range plus the rounding of the means (2**-8). Casts: half a unit of the type, relative to the value
+    or, in the subnormal range, to the scale.
+    """
+    if x.numel() == 0:
+        return 0.0
+    wide = x.double()
+    largest, span = wide.abs().max(), wide.max() - wide.min()
+    rounding = 2 * largest * _half_ulp(x.dtype) + largest * 2.0**-22
+    if isinstance(codec, Cast):
+        info = torch.finfo(getattr(torch, codec.dtype))
+        floor = largest / info.max * info.smallest_normal if codec.dtype.startswith("float8") else 2.0**-14
+        return wide.abs() * info.eps * 0.51 + floor * info.eps + rounding
+    if isinstance(codec, GroupQuant):
+        return (span + largest * 2.0**-7) * (1 + 2.0**-6) / (2**codec.bits - 1) + rounding
+    assert isinstance(codec, BlockMean)
+    if codec.bits == 0:
+        return span + rounding
+    wobble = largest * 2.0**-8
+    return (2 * (span + wobble)) * (1 + 2.0**-6) ** 2 / (2**codec.bits - 1) + rounding
+
+
+def _ids(codec: object) -> str:
+    return repr(codec).replace(" ", "")
+
+
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=_ids)
+every_case = pytest.mark.parametrize("case", CASES)
+lossy = pytest.mark.parametrize("codec", LOSSY, ids=_ids)
+
+
+# ---------------------------------------------------------------- the contract
+
+
+def test_every_registered_codec_is_under_contract() -> None:
+    ours = {c for c in codecs.registered().values() if c.__module__.startswith("lowtide.")}
+    assert ours == {type(c) for c in CODECS}
+
+
+@every_case
+@every_codec
+def test_size_is_predicted_to_the_byte(codec: Codec, case: str) -> None:
+    for x in _tensors(codec, case):
+        packed = codec.encode(x, key=1)
+        assert packed.nbytes == codec.packed_nbytes(TensorMeta.of(x))
+        assert packed.nbytes == sum(len(b) for b in _bytes(packed))
+        # the storages behind the buffers hold no more than that
+        assert packed.nbytes == sum(b.untyped_storage().nbytes() for b in packed.buffers)
+
+
+@every_case
+@every_codec
+def test_decode_gives_back_form_and_values(codec: Codec, case: str) -> None:
+    for x in _tensors(codec, case):
+        out = codec.encode(x, key=2).decode()
+        assert out.dtype == x.dtype
+        assert out.shape == x.shape
+        if x.numel() and (_is_dense(x) or not isinstance(codec, ShapeOnly)):
+            wanted = x if _is_dense(x) else x.contiguous()
+            got = [s for s, n in zip(out.stride(), out.shape, strict=True) if n != 1]
+            assert got == [s for s, n in zip(wanted.stride(), wanted.shape, strict=True) if n != 1]
+            assert out.storage_offset() == 0  # a session reads views of it from the storage's start
+        if isinstance(codec, Mask):
+            assert torch.equal(_inside(codec, out), _inside(codec, x))
+        elif codec.exact and not isinstance(codec, ShapeOnly):
+            assert _equal(out, x)
+        elif not codec.exact:
+            assert bool(((out.double() - x.double()).abs() <= _bound(codec, x)).all())
+
+
+@every_case
+@every_codec
+def test_encode_leaves_input_and_random_streams_alone(codec: Codec, case: str) -> None:
+    for x in _tensors(codec, case):
+        before, state, version = x.clone(), torch.get_rng_state(), x._version
+        packed = codec.encode(x, key=3)
+        packed.decode()
+        assert _equal(x, before)
+        assert x._version == version
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@every_case
+@every_codec
+def test_decode_repeats_and_shares_no_memory(codec: Codec, case: str) -> None:
+    for x in _tensors(codec, case):
+        packed = codec.encode(x, key=4)
+        if isinstance(codec, ShapeOnly):  # its values mean nothing
+            assert packed.decode().data_ptr() != x.data_ptr() or not x.numel()
+            continue
+        state = _bytes(packed)
+        first = packed.decode()
+        kept = first.clone()
+        if not isinstance(codec, Raw):  # a view of its copy, by contract
+            first.fill_(1)
+        assert _equal(packed.decode(), kept)
+        assert _bytes(packed) == state
+        x.zero_()
+        assert _equal(packed.decode(), kept)
+
+
+@every_case
+@every_codec
+def test_bytes_depend_on_the_key_alone(codec: Codec, case: str) -> None:
+    for x in _tensors(codec, case):
+        one, two, other = (_bytes(codec.encode(x, key=k)) for k in (5, 5, -(2**62) + 11))
+        assert one == two
+        if codec not in RANDOM:
+            assert one == other
+        elif x.numel() > 100 and x.dim() > 1:  # a vector's samples are single values, so constant
+            assert one != other
+
+
+@every_codec
+def test_only_the_packed_bytes_stay_alive(codec: Codec) -> None:
+    x = _tensors(codec, "maps")[0]
+    storage = weakref.ref(x.untyped_storage())
+    packed = codec.encode(x, key=0)
+    del x
+    assert storage() is None
+    assert packed.decode().shape == (2, 3, 9, 10)
+
+
+@every_codec
+def test_config_survives_json(codec: Codec) -> None:
+    again = from_config(json.loads(json.dumps(codec.to_config())))
+    assert again == codec
+    assert hash(again) == hash(codec)
+    assert type(again) is type(codec)
+
+
+@every_codec
+def test_repr_evaluates(codec: Codec) -> None:
+    assert eval(repr(codec), {**vars(codecs), "inf": math.inf}) == codec
+
+
+@every_codec
+def test_every_width_of_key(codec: Codec) -> None:
+    x = _tensors(codec, "maps")[0]
+    for key in (0, -1, 2**63 - 1, -(2**63)):
+        assert codec.encode(x, key=key).decode().shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int32, torch.bool])
+@lossy
+def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"{codec.id} stores float32, .*got {dtype}.*Raw\(\)"):
+        codec.encode(torch.zeros(2, 2, 8, 8, dtype=dtype), key=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GroupQuant(3), "bits must be one of 1, 2, 4, 8; got 3"),
+        (lambda: GroupQuant(0), "bits must be one of 1, 2, 4, 8; got 0"),
+        (lambda: GroupQuant(True), "bits must be one of 1, 2, 4, 8; got True"),
+        (lambda: GroupQuant(2.0), "bits must be one of 1, 2, 4, 8; got 2.0"),
+        (lambda: GroupQuant("2"), "bits must be one of 1, 2, 4, 8; got '2'"),
+        (lambda: GroupQuant(group=0), "group must be a whole number of at least 1; got 0"),
+        (lambda: GroupQuant(group=True), "group must be a whole number of at least 1; got True"),
+        (lambda: GroupQuant(group=2.5), "group must be a whole number of at least 1; got 2.5"),
+        (lambda: GroupQuant(layout="x"), "layout must be one of row, sample, flat; got 'x'"),
+        (lambda: BlockMean(block=0), "block must be a whole number of at least 1; got 0"),
+        (lambda: BlockMean(dims=4), "dims must be one of 1, 2, 3; got 4"),
+        (lambda: BlockMean(dims=2.0), "dims must be one of 1, 2, 3; got 2.0"),
+        (lambda: BlockMean(bits=3), "bits must be one of 0, 1, 2, 4, 8; got 3"),
+        (lambda: BlockMean(bits=False), "bits must be one of 0, 1, 2, 4, 8; got False"),
+        (lambda: BlockMean(group=-1), "group must be a whole number of at least 1; got -1"),
+        (lambda: BlockMean(bits=0, faithful=True), "faithful=True needs bits of at least 1; got bits=0"),
+        (lambda: Cast("int8"), "dtype must be one of bfloat16, float16, .*; got 'int8'"),
+        (lambda: Mask(1.0, 1.0), "low must be below high; got low=1.0, high=1.0"),
+        (lambda: Mask(2.0, 1.0), "low must be below high; got low=2.0, high=1.0"),
+        (lambda: Mask(math.nan, 1.0), "low must be below high; got low=nan, high=1.0"),
+        (lambda: Indices(3, 2), r"low..high must span 1 to 2\*\*32 integers; got 3..2"),
+        (lambda: Indices(0, 2**32), r"low..high must span 1 to 2\*\*32 integers; got 0..4294967296"),
+        (lambda: from_config({"id": "zip"}), "unknown codec 'zip'; known: .*raw.*"),
+        (lambda: BlockMean().encode(torch.zeros(3), key=0), r"dims=2 got a tensor of shape \(3,\)"),
+    ],
+)
+def test_bad_arguments_are_named(make, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---------------------------------------------------------------- special values
+
+
+CONSTANTS = (0.0, -0.0, 0.1, -0.1, 1 + 2.0**-8, 1 + 2.0**-8 + 2.0**-23, 1e-40, -3.4e38, 3.4028234e38, 1e30)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, (GroupQuant, BlockMean))], ids=_ids)
+def test_constants_are_exact(codec: GroupQuant | BlockMean, dtype: torch.dtype) -> None:
+    """Zeros may lose their sign; pooling rounds its sums and may overflow them."""
+    for value, shape in itertools.product(CONSTANTS, ((2, 3, 9, 10), (2, 3, 1, 1), (1, 1, 7, 8, 5))):
+        x = torch.full(shape, value).to(dtype)
+        huge = abs(value) > 1e37
+        if not bool(x.isfinite().all()) or (huge and isinstance(codec, BlockMean)):
+            continue
+        out = codec.encode(x, key=6).decode()
+        if codec.bits == 0:
+            assert torch.allclose(out.double(), x.double(), rtol=64 * 2.0**-23, atol=0)
+        else:
+            assert torch.equal(out, x), value
+
+
+def test_lossless_codecs_keep_the_sign_of_zero() -> None:
+    x = torch.tensor([0.0, -0.0, 2.0])
+    assert _equal(Raw().encode(x, key=0).decode(), x)
+    with contextlib.suppress(NotRepresentable):
+        assert _equal(TwoValue().encode(x, key=0).decode(), x)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@lossy
+def test_what_is_not_finite_never_looks_finite(codec: Codec, dtype: torch.dtype, bad: float) -> None:
+    """The value decodes to something not finite, as does its group; no finite value comes back wrong."""
+    clean = (torch.randn(4, 3, 8, 12, 8, generator=torch.Generator().manual_seed(1)) * 1000).to(dtype)
+    before = codec.encode(clean, key=7).decode()
+    for at in ((1, 2, 3, 4, 5), (3, 2, 7, 11, 7), (0, 0, 0, 0, 0)):
+        x = clean.clone()
+        x[at] = bad
+        out = codec.encode(x, key=7).decode()
+        assert not bool(out[at].isfinite())
+        finite = out.isfinite()
+        error = (out.double() - clean.double()).abs()
+        bound = _bound(codec, clean)
+        assert bool((error <= bound)[finite].all())
+        if isinstance(codec, Cast):
+            if codec.dtype == "bfloat16":
+                assert int((~finite).sum()) == 1
+        elif getattr(codec, "layout", "") != "flat":
+            others = [n for n in range(4) if n != at[0]]
+            assert torch.equal(out[others], before[others])
+            assert bool((finite | (out == bad) | out.isnan()).all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_a_bad_group_is_all_nan_and_alone(bits: int, bad: float) -> None:
+    codec = GroupQuant(bits, 16)
+    clean = torch.randn(3, 40)
+    x = clean.clone()
+    x[1, 20] = bad
+    out, before = (codec.encode(t, key=8).decode() for t in (x, clean))
+    hit = torch.zeros(3, 40, dtype=torch.bool)
+    hit[1, 16:32] = True
+    assert torch.equal(out.isnan(), hit)
+    assert torch.equal(out[~hit], before[~hit])
+    full = codec.encode(torch.full((2, 5), bad), key=8).decode()
+    assert bool(full.isnan().all())
+
+
+@lossy
+def test_subnormals(codec: Codec) -> None:
+    """Below the smallest step (2**-126) no more is promised than an error below that step."""
+    x = torch.linspace(-3e-39, 3e-39, 4 * 64).view(2, 2, 8, 8)
+    x[0, 0, 0, 0] = 1e-45
+    out = codec.encode(x, key=9).decode()
+    assert bool(out.isfinite().all())
+    floor = 2.0**-24 if codec == Cast("float16") else 2.0**-126
+    assert float((out - x).abs().max()) <= 1.01 * floor
+
+
+@pytest.mark.parametrize("largest", [1e30, 3e38, torch.finfo(torch.float32).max])
+@lossy
+def test_huge_values_are_right_or_nan(codec: Codec, largest: float) -> None:
+    """Finite never becomes Inf, nor a finite number beyond the bound; up to 1e30 all is finite."""
+    generator = torch.Generator().manual_seed(3)
+    for signed in (False, True):
+        x = torch.rand(8, 2, 8, 8, generator=generator)
+        x = ((x * 2 - 1) if signed else x) * largest
+        x[:, :, 0, 0] = largest
+        for key in range(4):
+            out = codec.encode(x, key=key).decode()
+            assert not bool(out.isinf().any())
+            right = (out.double() - x.double()).abs() <= _bound(codec, x)
+            assert bool((right | out.isnan()).all())
+            if largest == 1e30:
+                assert bool(right.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@lossy
+def test_the_largest_half_does_not_overflow(codec: Codec, dtype: torch.dtype) -> None:
+    """Rounding up must not leave the tensor's own type: 65504 is a value fp16 training meets."""
+    largest = torch.finfo(dtype).max
+    x = (torch.rand(8, 2, 8, 8, generator=torch.Generator().manual_seed(4)) * largest).to(dtype)
+    x[:, :, ::3, 0] = largest
+    for key in range(8):
+        assert not bool(codec.encode(x, key=key).decode().isinf().any())
+
+
+# ---------------------------------------------------------------- masks
+
+
+def _inside(mask: Mask, x: Tensor) -> Tensor:
+    """The band by its words: an infinite end is no end, so infinity itself lies inside."""
+    if x.dtype == torch.bool:
+        return x
+    low = (x >= mask.low if mask.closed else x > mask.low) | torch.tensor(mask.low == -math.inf)
+    high = (x <= mask.high if mask.closed else x < mask.high) | torch.tensor(mask.high == math.inf)
+    return torch.where(x.isnan(), torch.tensor(mask.nan), low & high)
+
+
+def _telling(dtype: torch.dtype, *ends: float, nan: bool = True) -> Tensor:
+    """Ends, their neighbours, and every kind of float, often enough to meet vector code and its tail."""
+    info = torch.finfo(dtype)
+    some = [0.0, -0.0, 0.5, -0.5, 2.0, -2.0, 7.0, -7.0, info.max, -info.max, info.tiny, -info.tiny]
+    some += [math.inf, -math.inf, info.smallest_normal / 2] + ([math.nan] if nan else [])
+    exact = torch.tensor([e for e in ends if math.isfinite(e)], dtype=torch.float64).to(dtype)
+    up = torch.nextafter(exact, torch.full_like(exact, math.inf))
+    down = torch.nextafter(exact, torch.full_like(exact, -math.inf))
+    return torch.cat([torch.tensor(some, dtype=dtype), exact, up, down]).repeat(23)[:-3]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("nan", [True, False])
+@pytest.mark.parametrize("closed", [True, False])
+def test_mask_keeps_the_side_of_every_value(closed: bool, nan: bool, dtype: torch.dtype) -> None:
+    for low, high in itertools.product((-math.inf, -1.5, 0.0, 0.25), (math.inf, 0.5, 6.0)):
+        mask = Mask(low, high, closed, nan)
+        x = _telling(dtype, low, high)
+        out = mask.encode(x, key=0).decode()
+        assert torch.equal(_inside(mask, out), _inside(mask, x)), mask
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_mask_at_the_edge_of_the_type(dtype: torch.dtype) -> None:
+    """Clamping to (nearly) the largest number, as T5 does, must not overflow the decoded numbers."""
+    largest = torch.finfo(dtype).max
+    for low, high in ((-largest, largest), (-math.inf, largest), (-largest, math.inf), (0.0, largest)):
+        mask = Mask(low, high, closed=True, nan=False)
+        x = _telling(dtype, low, high)
+        assert torch.equal(_inside(mask, mask.encode(x, key=0).decode()), _inside(mask, x)), mask
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_mask_numbers_fit_the_type_on_every_backend(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses to fill fp16 with 131008, so the reference kernel would raise in backward."""
+    largest = torch.finfo(dtype).max
+    for low, high, closed in ((-largest, largest, True), (0.0, largest, True), (-largest, math.inf, True)):
+        mask = Mask(low, high, closed, nan=False)
+        packed = mask.encode(torch.tensor([0.5, 7.0, math.nan, -math.inf], dtype=dtype), key=0)
+        out = packed.decode()
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "unpack_band", reference.unpack_band)
+            assert torch.equal(packed.decode(), out)
+
+
+def _clamped(low: float | None, high: float | None):  # type: ignore[no-untyped-def]
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(torch.clamp(x, low, high), x, grad)[0]
+
+    return backward
+
+
+aten = torch.ops.aten
+ONE_BIT_OPS = {
+    "relu": (Mask(), lambda g, x: aten.threshold_backward(g, x, 0)),
+    "leaky_relu": (Mask(nan=False), lambda g, x: aten.leaky_relu_backward(g, x, 0.1, False)),
+    "threshold 0.25": (Mask(0.25), lambda g, x: aten.threshold_backward(g, x, 0.25)),
+    "threshold -3": (Mask(-3.0), lambda g, x: aten.threshold_backward(g, x, -3.0)),
+    "hardtanh": (Mask(-1.0, 1.0), lambda g, x: aten.hardtanh_backward(g, x, -1.0, 1.0)),
+    "hardtanh one-sided": (Mask(2.0, 7.0), lambda g, x: aten.hardtanh_backward(g, x, 2.0, 7.0)),
+    "relu6": (Mask(0.0, 6.0), lambda g, x: aten.hardtanh_backward(g, x, 0.0, 6.0)),
+    "hardsigmoid": (Mask(-3.0, 3.0, nan=False), lambda g, x: aten.hardsigmoid_backward(g, x)),
+    "clamp": (Mask(-0.5, 2.0, True, False), _clamped(-0.5, 2.0)),
+    "clamp_min": (Mask(-0.5, math.inf, True, False), _clamped(-0.5, None)),
+    "clamp_max": (Mask(-math.inf, 2.0, True, False), _clamped(None, 2.0)),
+    "clamp without ends": (Mask(-math.inf, math.inf, True, False), _clamped(-math.inf, math.inf)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", ONE_BIT_OPS)
+def test_mask_serves_the_real_backward_bit_for_bit(op: str, dtype: torch.dtype) -> None:
+    """hardtanh without NaN: its kernel treats NaN differently in vector code and in the tail."""
+    mask, backward = ONE_BIT_OPS[op]
+    nan = "hardtanh" not in op and op != "relu6"
+    x = _telling(dtype, mask.low, mask.high, nan=nan)
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    wanted = backward(grad, x)
+    assert _equal(backward(grad, mask.encode(x, key=0).decode()), wanted)
+    assert bool((wanted != 0).any())  # the op lets something through
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (9, 3, 5)])
+def test_mask_keeps_booleans(shape: tuple[int, ...]) -> None:
+    x = torch.randint(2, shape).bool()
+    for mask in (Mask(), Mask(-1.0, 5.0, True)):
+        packed = mask.encode(x, key=0)
+        assert torch.equal(packed.decode(), x)
+        assert packed.nbytes == -(-x.numel() // 8)
+
+
+# ---------------------------------------------------------------- two values, integers, pools
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_two_value_keeps_dropout_noise(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    noise = torch.empty(3, 7, 11, dtype=dtype).bernoulli_(1 - p).div_(1 - p)
+    packed = TwoValue().encode(noise, key=0)
+    assert _equal(packed.decode(), noise)
+    assert packed.nbytes == -(-noise.numel() // 8) + noise.element_size()
+    assert _equal(TwoValue().encode(torch.ones(5), key=0).decode(), torch.ones(5))
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0, 1.0, 2.0], [0.0, -1.0], [-1.0, 1.0], [0.0, math.nan], [1.0, math.nan], [0.0, 0.0]]
+)
+def test_two_value_refuses_the_rest(values: list[float]) -> None:
+    with pytest.raises(NotRepresentable):
+        TwoValue().encode(torch.tensor(values), key=0)
+
+
+@pytest.mark.parametrize("low", [0, -5, 1000, -(2**31)])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
+def test_indices_at_every_width(bits: int, low: int) -> None:
+    for span in (2 ** (bits // 2) + 1 if bits > 1 else 2, 2**bits):
+        codec = Indices(low, low + span - 1)
+        assert codec.bits == bits
+        for n in (1, 2, 3, 7, 64, 1001):
+            x = torch.randint(codec.low, codec.high + 1, (n,))
+            x[0], x[-1] = codec.low, codec.high
+            packed = codec.encode(x, key=0)
+            assert torch.equal(packed.decode(), x)
+            assert packed.nbytes == math.ceil(n * bits / 8)
+            assert (Indices.spanning(x).low, Indices.spanning(x).high) == (int(x.min()), int(x.max()))
+        for wrong in (codec.low - 1, codec.high + 1):
+            with pytest.raises(NotRepresentable, match=f"leave {codec.low}..{codec.high}"):
+                codec.encode(torch.tensor([codec.low, wrong]), key=0)
+
+
+def test_indices_never_cut_fractions() -> None:
+    with pytest.raises((TypeError, NotRepresentable)):
+        Indices(0, 3).encode(torch.tensor([1.5]), key=0)
+
+
+def _pairs(x: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
+    return x if isinstance(x, tuple) else (x,) * dims
+
+
+POOLS = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 1},
+    {"kernel_size": 2, "stride": 3, "ceil_mode": True},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+    {"kernel_size": 2, "stride": 2, "dilation": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 2, "dilation": 2, "padding": 1, "ceil_mode": True},
+    {"kernel_size": 5, "stride": 1, "padding": 2},
+]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("options", POOLS, ids=str)
+def test_pool_offsets_rebuild_positions(options: dict[str, int], dims: int, channels_last: bool) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(2, 3, *(11, 9, 8)[:dims])
+    x[1, 1, 2] = math.nan
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
+    pool = F.max_pool2d if dims == 2 else F.max_pool3d
+    indices = pool(x, **options, return_indices=True)[1]
+    kernel = _pairs(options["kernel_size"], dims)
+    codec = PoolOffsets(
+        tuple(x.shape[2:]),
+        kernel,
+        _pairs(options.get("stride", kernel), dims),
+        _pairs(options.get("padding", 0), dims),
+        _pairs(options.get("dilation", 1), dims),
+    )
+    packed = codec.encode(indices, key=0)
+    out = packed.decode()
+    assert torch.equal(out, indices)
+    assert out.stride() == indices.stride()
+    taps = math.prod(kernel)
+    width = next(w for w in (1, 2, 4, 8) if taps <= 2**w)
+    assert packed.nbytes == math.ceil(indices.numel() * width / 8)
+    with pytest.raises(NotRepresentable):
+        codec.encode(indices + codec.size[-1] * 7, key=0)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_pool_offsets_of_minus_infinity(form: torch.memory_format) -> None:
+    x = torch.full((1, 8, 6, 6), -math.inf).contiguous(memory_format=form)
+    indices = F.max_pool2d(x, 3, 2, 1, return_indices=True)[1]
+    codec = PoolOffsets((6, 6), (3, 3), (2, 2), (1, 1), (1, 1))
+    with contextlib.suppress(NotRepresentable):  # should torch name a place outside the window
+        assert torch.equal(codec.encode(indices, key=0).decode(), indices)
+
+
+def test_pool_offsets_refuse_other_taps() -> None:
+    codec = PoolOffsets((4, 4), (2, 2), (2, 2), (0, 0), (1, 1))
+    good = torch.tensor([[0, 2], [8, 10]])
+    assert torch.equal(codec.encode(good, key=0).decode(), good)
+    for wrong in (2, 8, 16, 17, -1, -16):
+        bad = good.clone()
+        bad[0, 0] = wrong
+        with pytest.raises(NotRepresentable):
+            codec.encode(bad, key=0)
+
+
+# ---------------------------------------------------------------- the quantizer's format
+
+
+def _bfloat(words: np.ndarray) -> np.ndarray:
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def _read(packed: codecs.Packed, row: int, group: int, bits: int) -> tuple[np.ndarray, ...]:
+    """Codes, low and step of every value in memory order, read by the format's description."""
+    codes_buffer, side_buffer = packed.buffers[-2:]
+    raw, side = codes_buffer.numpy(), side_buffer.numpy().view(np.uint16).reshape(-1, 2)
+    codes, low, step = [], [], []
+    at = g = 0
+    for _ in range(packed.meta.numel // row):
+        for start in range(0, row, group):
+            n = min(group, row - start)
+            size = math.ceil(n * bits / 8)
+            chunk = raw[at : at + size]
+            for e in range(n):
+                codes.append(int(chunk[e % size]) >> (e // size * bits) & (2**bits - 1))
+            words = side[g]
+            if words[1] & 0x8000:  # constant
+                value = int(words[0]) << 16 | (int(words[1]) & 0x7FFF) << 1 | codes[-n] & 1
+                base, scale = np.array([value], np.uint32).view(np.float32)[0], np.float32(0)
+            else:
+                base, scale = _bfloat(words)
+            low += [base] * n
+            step += [scale] * n
+            at, g = at + size, g + 1
+    assert at == raw.size
+    assert g == side.shape[0]
+    return np.array(codes), np.array(low, np.float32), np.array(step, np.float32)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_format_reads_back_independently(bits: int) -> None:
+    x = torch.randn(5, 37, generator=torch.Generator().manual_seed(6))
+    x[2, :16] = 0.1
+    packed = GroupQuant(bits, 16).encode(x, key=10)
+    codes, low, step = _read(packed, 37, 16, bits)
+    assert np.array_equal(packed.decode().view(-1).numpy(), low + codes.astype(np.float32) * step)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_side_information_brackets_the_group(bits: int, dtype: torch.dtype) -> None:
+    """Low is the next bfloat16 at or below the minimum, step the next at or above what is needed."""
+    x = (torch.randn(64, 24, generator=torch.Generator().manual_seed(7)) + 0.3).to(dtype)
+    packed = GroupQuant(bits, 24).encode(x, key=11)
+    _, low, step = (a.reshape(64, 24)[:, 0].astype(np.float64) for a in _read(packed, 24, 24, bits))
+    wide = x.double().numpy()
+    smallest, largest = wide.min(1), wide.max(1)
+    top = 2**bits - 1
+    assert (low <= smallest).all()
+    assert (smallest - low <= np.abs(low) * 2.0**-7).all()
+    needed = (largest - low) / top
+    assert (step >= needed * (1 - 2.0**-23)).all()
+    assert (step <= needed * (1 + 2.0**-7)).all()
+
+
+GOLDEN: dict[Codec, str] = {
+    # from the reference kernels; a change here is a change of the format
+    GroupQuant(bits=1, group=8, layout="row"): "4a064a02 40bf204000bfe03f40bf204000bfe03f",
+    GroupQuant(bits=2, group=8, layout="row"): "d44e1cd44e1c 40bf563f00bf163f40bf563f00bf163f",
+    GroupQuant(bits=4, group=8, layout="row"): "903be57f700f903ad47f600f 40bf2b3e00bfef3d40bf2b3e00bfef3d",
+    GroupQuant(
+        bits=8, group=8, layout="row"
+    ): "00b24cfe9832e57f00ff6d00b24cfe9833e57f00fe6d 40bf213c00bfe13b40bf213c00bfe13b",
+    BlockMean(
+        block=4, dims=1, bits=2, group=16, faithful=False
+    ): "003f203fab3e003f203fab3e c862dd873813 a0bf563f60bf193f",
+    BlockMean(
+        block=2, dims=2, bits=4, group=16, faithful=False
+    ): "003e603f803e803fc03e803e 00ff700ffc03fcc304fb74 60bfef3d60bfef3d",
+    BlockMean(
+        block=3, dims=1, bits=0, group=1024, faithful=False
+    ): "abaaaa3d0000403f0000003f0000403fabaaaa3d0000403f0000003f0000403f",
+    BlockMean(block=4, dims=1, bits=2, group=1024, faithful=True): "003f203f003f203f ec5a05bc5a05 a0bf563fa0bf563f",
+}
+
+
+def _golden_input() -> Tensor:
+    return (torch.arange(22, dtype=torch.float32) * 7 % 11 - 3).view(1, 2, 11) / 4
+
+
+@pytest.mark.parametrize("codec", GOLDEN, ids=_ids)
+def test_golden_bytes(codec: Codec) -> None:
+    packed = codec.encode(_golden_input(), key=0x0123456789ABCDEF)
+    assert " ".join(b.hex() for b in _bytes(packed)) == GOLDEN[codec]
+
+
+def test_golden_bytes_cover_the_format() -> None:
+    assert {c.bits for c in GOLDEN if isinstance(c, GroupQuant)} == {1, 2, 4, 8}
+    assert any(isinstance(c, BlockMean) for c in GOLDEN)
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def _tolerance(variance: np.ndarray, largest: np.ndarray, count: int, tests: int) -> np.ndarray:
+    """Bernstein: |mean of ``count`` draws| exceeds this in any of ``tests`` with chance below 1e-6.
+
+    t = b L / (3 R) + sqrt((b L / (3 R))**2 + 2 v L / R), L = ln(2 * tests / 1e-6); near 6 standard errors.
+    """
+    log = math.log(2 * tests / 1e-6)
+    linear = largest * log / (3 * count)
+    return linear + np.sqrt(linear**2 + 2 * variance * log / count)
+
+
+def _float_bias(x: np.ndarray, low: np.ndarray, step: np.ndarray, bits: int, dtype: torch.dtype) -> np.ndarray:
+    """What rounding to floats may add: half a unit of the output, and of ``scaled + u`` in float32."""
+    reach = np.abs(x) + np.abs(low) + step
+    return reach * (_half_ulp(dtype) + 2.0**-23) + step * 2**bits * 2.0**-22
+
+
+def _row_data(ratio: float, n: int, dtype: torch.dtype) -> Tensor:
+    spread = torch.rand(n, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    spread[0], spread[1] = 0.0, 1.0
+    return (spread - 0.5 if ratio == 0 else spread + ratio).to(dtype)
+
+
+COPIES = 4000
+
+
+@pytest.mark.parametrize(
+    ("ratio", "dtype"),
+    [
+        *((r, torch.float32) for r in (0, 1, 100, 10000)),
+        *((r, torch.bfloat16) for r in (0, 1)),
+        *((r, torch.float16) for r in (0, 1, 100)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_group_quant_is_unbiased(bits: int, ratio: float, dtype: torch.dtype) -> None:
+    """Mean and mean square of the error of each value against the stored low and step.
+
+    A value at fraction p of its step has error variance p (1 - p) step**2, so at most a quarter of
+    step**2. ``ratio`` is offset over range. Rows are groups of their own, with their own noise.
+    """
+    n = 29
+    line = _row_data(ratio, n, dtype)
+    packed = GroupQuant(bits, n).encode(line.expand(COPIES, n), key=12)
+    out = packed.decode().double().numpy()
+    head = replace(packed, meta=TensorMeta((1, n), (n, 1), dtype))
+    head = replace(head, buffers=(packed.buffers[0][: math.ceil(n * bits / 8)], packed.buffers[1][:2]))
+    _, low, step = (a.astype(np.float64) for a in _read(head, n, n, bits))
+    x = line.double().numpy()
+    error = out - x
+    rounding = _float_bias(x, low, step, bits, dtype)
+    assert (np.abs(error) <= step + rounding).all()
+
+    p = (x - low) / step % 1.0
+    variance = p * (1 - p) * step**2
+    assert (variance <= step**2 / 4).all()
+    assert (np.abs(error.mean(0)) <= _tolerance(variance, step, COPIES, n) + rounding).all()
+    # Hoeffding for error**2 in [0, (step + rounding)**2]
+    hoeffding = (step + rounding) ** 2 * math.sqrt(math.log(2 * n / 1e-6) / (2 * COPIES))
+    extra = 2 * rounding * step + rounding**2
+    assert (np.abs((error**2).mean(0) - variance) <= hoeffding + extra).all()
+    assert ((error**2).mean(0) <= step**2 / 4 + hoeffding + extra).all()
+
+
+@pytest.mark.parametrize("codec", [GroupQuant(2, 16), BlockMean(3, 2, 2)], ids=_ids)
+def test_unbiased_over_keys(codec: GroupQuant | BlockMean) -> None:
+    """The same over keys rather than rows: error of the mean over 3000 keys, step from the side words."""
+    x = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(9))
+    keys = torch.randint(-(2**62), 2**62, (3000,), generator=torch.Generator().manual_seed(10)).tolist()
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for key in keys:
+        packed = codec.encode(x, key=key)
+        total += packed.decode()
+    row, group = (4, 16) if isinstance(codec, GroupQuant) else (40, 1024)
+    _, _, step = (a.reshape(x.shape).astype(np.float64) for a in _read(packed, row, group, 2))
+    bias = (total / len(keys) - x).abs().numpy()
+    assert (bias <= _tolerance(step**2 / 4, step, len(keys), x.numel()) + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_block_mean_is_unbiased(bits: int, dtype: torch.dtype) -> None:
+    """Samples are rows with their own groups; offset 100 must cancel against the rounded means."""
+    image = (torch.randn(1, 1, 5, 6, generator=torch.Generator().manual_seed(11)) + 100).to(dtype)
+    packed = BlockMean(4, 2, bits).encode(image.expand(COPIES, 1, 5, 6), key=13)
+    out = packed.decode().double().view(COPIES, 30).numpy()
+    codes = math.ceil(30 * bits / 8)
+    head = replace(
+        packed,
+        meta=TensorMeta((1, 30), (30, 1), dtype),
+        buffers=(packed.buffers[1][:codes], packed.buffers[2][:2]),
+    )
+    _, low, step = (a.astype(np.float64) for a in _read(head, 30, 30, bits))
+    x = image.double().view(30).numpy()
+    means = packed.buffers[0][:4].double().view(2, 2)
+    spread = means.repeat_interleave(4, 0).repeat_interleave(4, 1)[:5, :6].reshape(30).numpy()
+    p = (x - spread - low) / step % 1.0
+    variance = p * (1 - p) * step**2
+    rounding = _float_bias(x, low, step, bits, dtype) + np.abs(spread) * 2.0**-23
+    error = out - x
+    assert (np.abs(error) <= step + rounding).all()
+    assert (np.abs(error.mean(0)) <= _tolerance(variance, step, COPIES, 30) + rounding).all()
+
+
+def _draws(key: int, groups: int, n: int) -> Tensor:
+    return reference._uniform(reference._group_hash(0, groups, key, torch.device("cpu")), n)
+
+
+def _chi_square(bins: Tensor, count: int) -> None:
+    """Mean k - 1, variance 2 (k - 1): within 6 standard deviations."""
+    found = torch.bincount(bins.flatten(), minlength=count).double()
+    expected = bins.numel() / count
+    statistic = float(((found - expected) ** 2 / expected).sum())
+    assert abs(statistic - (count - 1)) <= 6 * math.sqrt(2 * (count - 1))
+
+
+@pytest.mark.parametrize("key", [0, 1, -1, 0x0123456789ABCDEF])
+def test_thresholds_are_uniform(key: int) -> None:
+    """Top byte over all draws, and the dither below it over groups (one draw for each group)."""
+    u = _draws(key, 4096, 64)
+    assert float(u.min()) >= 0
+    assert float(u.max()) < 1
+    grid = (u.double() * 2**24).long()
+    assert torch.equal(grid.double() * 2.0**-24, u.double())
+    _chi_square(grid >> 16, 256)
+    _chi_square((grid[:, 0] >> 8) & 0xFF, 256)
+    _chi_square(grid[:, 0] & 0xFF, 256)
+    pairs = (grid[:, 0::2] >> 20) * 16 + (grid[:, 1::2] >> 20)
+    _chi_square(pairs, 256)
+    words = (grid[:, :16] >> 20) * 16 + (grid[:, 16:32] >> 20)  # two bytes of one hash
+    _chi_square(words, 256)
+
+
+def test_thresholds_are_independent() -> None:
+    """Correlation of n independent pairs has standard deviation 1 / sqrt(n)."""
+    u, other = _draws(3, 4096, 64), _draws(0x5DEECE66D1234567, 4096, 64)
+    neighbours = [(u[:, :-lag], u[:, lag:]) for lag in (1, 2, 3, 4, 8, 15, 16, 17, 32, 48)]
+    neighbours += [(u[:-1], u[1:]), (u, other), (u[:-1], u[1:].flip(1))]
+    for a, b in neighbours:
+        pair = torch.stack([a.flatten(), b.flatten()]).double()
+        assert abs(float(torch.corrcoef(pair)[0, 1])) <= 5 / math.sqrt(pair.shape[1])
+
+
+# ---------------------------------------------------------------- groups and their borders
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_rows_do_not_touch_each_other(bits: int) -> None:
+    x = torch.randn(3, 5, 37, generator=torch.Generator().manual_seed(12))
+    y = x.clone()
+    y[1, 2] = y[1, 2].flip(0) * 3 + 1
+    codec = GroupQuant(bits, 16, "row")
+    for a, b in zip(codec.encode(x, key=14).buffers, codec.encode(y, key=14).buffers, strict=True):
+        same = (a.view(15, -1) == b.view(15, -1)).all(1)
+        assert same.tolist() == [r != 7 for r in range(15)]
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("codec", [GroupQuant(2, 16, "sample"), BlockMean(4, 2, 2, 64)], ids=_ids)
+def test_samples_do_not_touch_each_other(codec: Codec, form: torch.memory_format) -> None:
+    x = torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(13)).contiguous(memory_format=form)
+    y = x.clone()
+    y[2] = y[2].flip(0) * 3 + 1
+    for a, b in zip(codec.encode(x, key=15).buffers, codec.encode(y, key=15).buffers, strict=True):
+        same = (a.view(4, -1) == b.view(4, -1)).all(1)
+        assert same.tolist() == [True, True, False, True]
+
+
+def test_layouts_differ_where_they_should() -> None:
+    meta = TensorMeta((4, 3, 10), (30, 10, 1), torch.float32)
+    groups = {"row": 12 * 2, "sample": 4 * 4, "flat": 15}
+    for layout, count in groups.items():
+        assert GroupQuant(8, 8, layout).packed_nbytes(meta) == 120 + 4 * count
+
+
+# ---------------------------------------------------------------- block means
+
+
+def _brute_means(x: Tensor, block: int, dims: int) -> Tensor:
+    """Means over blocks of the last ``dims`` dimensions by plain loops in double precision."""
+    lead, sizes = x.shape[: x.dim() - dims], x.shape[x.dim() - dims :]
+    blocks = [math.ceil(s / block) for s in sizes]
+    out = torch.empty(*lead, *blocks, dtype=torch.float64)
+    for outer in itertools.product(*(range(s) for s in lead)):
+        for at in itertools.product(*(range(b) for b in blocks)):
+            cells = itertools.product(
+                *(range(a * block, min(s, (a + 1) * block)) for a, s in zip(at, sizes, strict=True))
+            )
+            values = [float(x[(*outer, *cell)]) for cell in cells]
+            out[(*outer, *at)] = math.fsum(values) / len(values)
+    return out
+
+
+def _spread(low: Tensor, block: int, shape: torch.Size, dims: int) -> Tensor:
+    for d in range(len(shape) - dims, len(shape)):
+        low = low.repeat_interleave(block, d).narrow(d, 0, shape[d])
+    return low
+
+
+BLOCKS = [
+    ((2, 3, 21), 8, 1),
+    ((2, 2, 9, 10), 4, 2),
+    ((1, 2, 5, 7, 6), 3, 3),
+    ((2, 2, 8, 8), 4, 2),
+    ((7, 5), 3, 2),
+]
+
+
+@pytest.mark.parametrize(("shape", "block", "dims"), BLOCKS, ids=str)
+def test_block_means_by_brute_force(shape: tuple[int, ...], block: int, dims: int) -> None:
+    """bfloat16 means within half a unit (2**-8) and the rounding of float32 sums; exact differences."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(14)) + 0.5
+    codec = BlockMean(block, dims, 2, 32)
+    packed = codec.encode(x, key=16)
+    means = _brute_means(x, block, dims)
+    low = packed.buffers[0].view(means.shape)
+    assert low.dtype == torch.bfloat16
+    slack = block**dims * 2.0**-24 * float(x.abs().max())
+    assert bool(((low.double() - means).abs() <= means.abs() * 2.0**-8 + slack).all())
+    # the difference is to the rounded mean, quantized in groups within a sample
+    residual = x - _spread(low.float(), block, x.shape, dims)
+    inner = GroupQuant(2, 32, "sample").encode(residual, key=16)
+    assert _bytes(inner) == _bytes(packed)[1:]
+    wanted = _spread(low.float(), block, x.shape, dims) + inner.decode()
+    assert torch.equal(packed.decode(), wanted)
+
+
+def test_channels_last_has_the_same_means() -> None:
+    x = torch.randn(2, 3, 9, 10, generator=torch.Generator().manual_seed(15))
+    for bits in (0, 2):
+        codec = BlockMean(4, 2, bits)
+        plain, last = codec.encode(x, key=17), codec.encode(_last(x), key=17)
+        assert torch.equal(plain.buffers[0].view(2, 3, 3, 3), last.buffers[0].view(2, 3, 3, 3).permute(0, 3, 1, 2))
+    volume = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(15))
+    codec = BlockMean(3, 3, 2)
+    plain = codec.encode(volume, key=17)
+    last = codec.encode(volume.contiguous(memory_format=torch.channels_last_3d), key=17)
+    low = last.buffers[0].view(2, 2, 2, 2, 3).permute(0, 4, 1, 2, 3)
+    assert torch.equal(plain.buffers[0].view(2, 3, 2, 2, 2), low)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_no_bits_is_pooling(dtype: torch.dtype, form: torch.memory_format) -> None:
+    x = torch.randn(2, 3, 9, 10, generator=torch.Generator().manual_seed(16)).to(dtype)
+    out = BlockMean(4, 2, 0).encode(x.contiguous(memory_format=form), key=0).decode()
+    pooled = F.avg_pool2d(x.double(), 4, 4, ceil_mode=True, count_include_pad=False)
+    wanted = _spread(pooled, 4, x.shape, 2)
+    assert torch.allclose(out.double(), wanted, rtol=2 * _half_ulp(dtype), atol=2e-6)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [28, 14, 7, 4])
+def test_faithful_follows_the_paper(size: int, bits: int) -> None:
+    """Floor-mode average pooling, nearest upsampling, the residual quantized with one range for a map."""
+    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(17)) + 0.5
+    codec = BlockMean(8, 2, bits, faithful=True)
+    packed = codec.encode(x, key=18)
+    kernel = min(8, size)
+    low = F.avg_pool2d(x, kernel, kernel).bfloat16()
+    assert torch.equal(packed.buffers[0].view_as(low), low)
+    upsampled = F.interpolate(low.float(), size=(size, size), mode="nearest")
+    area = size * size
+    _, base, step = (a.reshape(6, area) for a in _read(packed, area, area, bits))
+    residual = (x - upsampled).view(6, area).double().numpy()
+    smallest, top = residual.min(1), 2**bits - 1
+    assert (base == base[:, :1]).all()
+    assert (step == step[:, :1]).all()
+    assert (base[:, 0] <= smallest).all()
+    assert (smallest - base[:, 0] <= np.abs(base[:, 0]) * 2.0**-7).all()
+    assert (step[:, 0] <= (residual.max(1) - base[:, 0]) / top * (1 + 2.0**-7)).all()
+    error = (packed.decode() - x).view(6, area).double().numpy()
+    assert (np.abs(error) <= step * (1 + 2.0**-16) + 1e-6).all()
+    assert np.abs(error).mean() > 0.05 * step.mean()  # and coarse as the range says, not finer
+    predicted = 6 * (2 * (size // kernel) ** 2 + math.ceil(area * bits / 8) + 4)
+    assert packed.nbytes == predicted == codec.packed_nbytes(TensorMeta.of(x))
+
+
+# ---------------------------------------------------------------- rectified tensors
+
+
+def _support(x: Tensor) -> Tensor:
+    return Mask().encode(x, key=0).buffers[0]
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("codec", [c for c in RANDOM if not getattr(c, "faithful", False)], ids=_ids)
+def test_support_restores_zeros(codec: Codec, dtype: torch.dtype, form: torch.memory_format) -> None:
+    x = torch.randn(2, 3, 4, 9, 10, generator=torch.Generator().manual_seed(18))
+    if form == torch.channels_last:
+        form = torch.channels_last_3d
+    x = torch.where(x > 0, x + 1, 0).to(dtype).contiguous(memory_format=form)
+    x[1, 1] = 0
+    support = _support(x)
+    packed = codec.encode(x, key=19, support=support)
+    out = packed.decode(support)
+    assert packed.nbytes == codec.packed_nbytes(TensorMeta.of(x))
+    assert bool((out[x == 0] == 0).all())
+    plain = codec.encode(x, key=19).decode()
+    kept = x > 0
+    assert float((out - x)[kept].square().mean()) < float((plain - x)[kept].square().mean())
+    assert bool(((out.double() - x.double()).abs() <= _bound(codec, x)).all())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_support_is_unbiased_and_tight(bits: int) -> None:
+    """Positive values lie in [1, 2]: the range covers those alone, and rounding stays unbiased."""
+    n = 24
+    line = torch.rand(n, generator=torch.Generator().manual_seed(20)) + 1
+    line[::3] = 0
+    x = line.expand(COPIES, n).contiguous()
+    support = _support(x)
+    packed = GroupQuant(bits, n).encode(x, key=21, support=support)
+    out = packed.decode(support).double().numpy()
+    words = packed.buffers[1].numpy().view(np.uint16)[:2]
+    low, step = (float(v) for v in _bfloat(words))
+    positive = line[line > 0].double().numpy()
+    assert positive.min() - low <= low * 2.0**-7
+    assert low <= positive.min()
+    assert step <= (positive.max() - low) / (2**bits - 1) * (1 + 2.0**-7)
+    error = (out - line.double().numpy())[:, line.numpy() > 0]
+    p = (positive - low) / step % 1.0
+    variance = p * (1 - p) * step**2
+    allowed = _tolerance(variance, np.full_like(p, step), COPIES, n) + 2.0**-22 * 2**bits
+    assert (np.abs(error.mean(0)) <= allowed).all()
+    assert (out[:, line.numpy() == 0] == 0).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_support_keeps_nan_and_constants(bits: int) -> None:
+    x = torch.tensor([[0.0, 0.1, 0.1, 0.0], [0.0, math.nan, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0], [0, math.inf, 1, 2]])
+    support = _support(x)
+    out = GroupQuant(bits, 4).encode(x, key=22, support=support).decode(support)
+    assert torch.equal(out[0], x[0])
+    assert torch.equal(out[2], x[2])
+    for row in (1, 3):
+        assert out[row, 0] == 0
+        assert bool(out[row, 1:].isnan().all())
+
+
+# ---------------------------------------------------------------- operators
+
+_flat = torch.linspace(-1, 1, 120)
+_codes, _side = reference.quantize_groups(_flat, 40, 16, 2, 1, False)
+_low, _bcodes, _bside = reference.quantize_blocks(_flat, (2, 1, 6, 5, 2), 4, 60, 16, 2, 1, False)
+_mask = reference.pack_band(_flat, 0.0, math.inf, False, True)
+_numbers = torch.arange(120) % 4
+_geometry = (2, 1, 6, 5, 2)
+CALLS = {
+    "quantize_groups": [(_flat.to(d), 40, 16, 2, 1, p) for d in FLOATS for p in (False, True)]
+    + [(_flat, 120, 120, 8, -1, False), (_flat[:0], 0, 16, 2, 1, False)],
+    "dequantize_groups": [(_codes, _side, 120, 40, 16, 2, d, s) for d in FLOATS for s in (None, _mask)],
+    "quantize_blocks": [(_flat.to(d), _geometry, 4, 60, 16, 2, 1, p) for d in FLOATS for p in (False, True)],
+    "dequantize_blocks": [
+        (_low, _bcodes, _bside, _geometry, 4, 60, 16, 2, d, s) for d in FLOATS for s in (None, _mask)
+    ],
+    "block_means": [(_flat.to(d), _geometry, b, d) for d in FLOATS for b in (1, 4, 8)],
+    "spread_blocks": [(_low, _geometry, 4, d) for d in FLOATS] + [(_flat, _geometry, 1, torch.float32)],
+    "pack_band": [(_flat.to(d), -0.5, 0.5, True, False) for d in FLOATS] + [(_flat > 0, 0.0, 1.0, False, True)],
+    "unpack_band": [(_mask, 120, d, 1.0, 0.0) for d in (*FLOATS, torch.bool)],
+    "pack_uints": [(_numbers, 0, b) for b in (2, 4, 8, 16, 32)] + [(_numbers.int()[:7], -1, 4)],
+    "unpack_uints": [
+        (reference.pack_uints(_numbers, -3, b), 120, b, -3, d)
+        for b in (4, 8, 16, 32)
+        for d in (torch.int64, torch.int32)
+    ],
+}
+
+
+def test_every_operator_is_called() -> None:
+    assert set(CALLS) == set(ops.SCHEMAS)
+
+
+def _tuple(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_fakes_know_the_real_shapes(name: str) -> None:
+    for args in CALLS[name]:
+        real = _tuple(getattr(ops, name)(*args))
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+            fake = _tuple(getattr(ops, name)(*fakes))
+        assert [(f.shape, f.dtype, f.stride()) for f in fake] == [(r.shape, r.dtype, r.stride()) for r in real]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_keep_their_schema(name: str) -> None:
+    """No autograd and no ahead-of-time graph goes through these, so two of opcheck's tests apply."""
+    operator = getattr(torch.ops.lowtide, name).default
+    for args in CALLS[name]:
+        torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_reference_returns_fresh_memory(name: str) -> None:
+    """A functional operator may not hand out its input; the reference serves where nothing faster does."""
+    for args in CALLS[name]:
+        taken = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor) and a.numel()}
+        for out in _tuple(getattr(reference, name)(*args)):
+            assert not out.numel() or out.untyped_storage().data_ptr() not in taken

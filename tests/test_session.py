@@ -49,6 +49,8 @@ def fingerprint(model):
         (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._forward_hooks_always_called), m.training)
         for m in model.modules()
     ]
+    anywhere = nn.modules.module
+    hooks.append((len(anywhere._global_forward_hooks), len(anywhere._global_forward_pre_hooks)))
     return hooks, [(p.requires_grad, p.grad is None) for p in model.parameters()], list(model.state_dict())
 
 

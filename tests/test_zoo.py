@@ -118,6 +118,8 @@ class WorstMethod(lowtide.Method):
         codec = self.method.codec_for(use)
         if codec.id == "group_quant":
             return WorstCase(codec.bits, codec.group, codec.layout)
+        if codec.id == "cast":
+            return codec
         # |x - mean| of a group spans at most the range of the values plus the range of the means.
         return WorstCase(codec.bits, 2**40, "sample", spread=2.0)
 

@@ -19,6 +19,7 @@ What it relies on, tested by :func:`probe` when a session opens
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -178,26 +179,42 @@ def _describe_type(kind: Any) -> tuple[str, tuple[str, ...]]:
 
 
 class Capture(TorchFunctionMode):
-    """Offers every newly saved tensor to ``visit`` and calls ``settle`` after each torch call."""
+    """Offers every newly saved tensor to ``visit`` and calls ``settle`` after each torch call.
 
-    def __init__(self, visit: Callable[[Slot], None], settle: Callable[[], None]) -> None:
+    ``starting`` is called when the forward of the model itself begins. Module hooks are torch's global ones, put
+    up while the capture is open: the model's own hooks stay as they are, and one registration serves all modules.
+    """
+
+    def __init__(
+        self, model: nn.Module, visit: Callable[[Slot], None], settle: Callable[[], None], starting: Callable[[], None]
+    ) -> None:
         super().__init__()
+        self._model = model
         self._visit = visit
         self._settle = settle
+        self._starting = starting
         self._abilities = probe()
+        self._names: dict[nn.Module, str] = {}
         self._path: list[str] = []
         self._ordinals: dict[tuple[str, str, str], int] = {}
         self._first = 0
-        self._entered = 0
+        self._thread = 0
+        self._hooks: list[Any] = []
 
     def __enter__(self) -> Capture:
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._names = {module: name for name, module in self._model.named_modules()}
         self._path.clear()
-        self._entered += 1
+        self._thread = threading.get_ident()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._hooks = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter_module),
+            nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered -= 1
+        while self._hooks:
+            self._hooks.pop().remove()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
@@ -295,37 +312,20 @@ class Capture(TorchFunctionMode):
         self._ordinals[key] = ordinal + 1
         return Site(module, op, slot, ordinal)
 
-    @property
-    def inside_module(self) -> bool:
-        """Is a watched module's forward running?"""
-        return bool(self._path)
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(module)
+        if name is None or threading.get_ident() != self._thread:
+            return
+        if not name and not self._path:
+            self._starting()
+        self._path.append(name)
 
-    def watch(self, model: nn.Module, starting: Callable[[], None]) -> list[Any]:
-        """Follow the module path by hooks on every module; remove the returned handles to stop.
-
-        ``starting`` is called when the forward of ``model`` itself begins.
-        """
-
-        handles = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(self._entering(name, starting)))
-            handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
-        return handles
-
-    def _entering(self, name: str, starting: Callable[[], None]) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any) -> None:
-            if self._entered and not name and not self._path:
-                starting()
-            self._path.append(name)
-
-        return enter
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, result: Any) -> None:
-            if self._entered and torch.is_grad_enabled():
-                self._walk_all(result, None)
-            # Another hook of this module may have raised before ours could enter.
-            if self._path and self._path[-1] == name:
-                self._path.pop()
-
-        return leave
+    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        name = self._names.get(module)
+        if name is None or threading.get_ident() != self._thread:
+            return
+        if torch.is_grad_enabled():
+            self._walk_all(result, None)
+        # A hook of the module may have raised before ours could enter.
+        if self._path and self._path[-1] == name:
+            self._path.pop()

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -148,9 +149,8 @@ class Session:
         self._model = model
         self._min_numel = min_numel
         self._abilities = capture.probe()
-        self._capture = Capture(self._visit, self._settle)
-        self._hooks: list[Any] = []
-        self._entered = False
+        self._capture = Capture(model, self._visit, self._settle, self._start_forward)
+        self._entered = 0
         self._noise = 0
         self._forwards = 0
         self._static: set[int] = set()
@@ -167,16 +167,11 @@ class Session:
         if self._entered:
             raise RuntimeError("this session is already open; make another with lowtide.compress()")
         self.step = next(_ticks)
-        self._hooks = self._capture.watch(self._model, self._start_forward)
         self._open()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        try:
-            self._close()
-        finally:
-            while self._hooks:
-                self._hooks.pop().remove()
+        self._close()
 
     def _open(self) -> None:
         if not self._abilities.slots:
@@ -191,11 +186,11 @@ class Session:
         self._forwards = 0
         self._start_forward()
         self._capture.__enter__()
-        self._entered = True
+        self._entered = 1
 
     def _close(self) -> None:
         """Stop watching; encode what nobody holds, and note what somebody does."""
-        self._entered = False
+        self._entered = 0
         self._capture.__exit__(None, None, None)
         for reference in (*self._recent, *self._waiting):
             handle = reference()
@@ -275,7 +270,7 @@ class Session:
                 row.why = "a small part of a larger storage: copied, so that the rest can go"
             elif numel != total and (whole := capture.base_of(tensor)) is not None:
                 base = TensorMeta.of(whole)
-            handle = _Handle(raw, base, total, _signed(_hash(str(slot.site)) ^ self._noise), row)
+            handle = _Handle(raw, base, total, _signed(_site_hash(slot.site) ^ self._noise), row)
             reference = weakref.ref(handle)
             self._handles[handle.identity] = reference
             if numel >= self._min_numel:
@@ -412,10 +407,8 @@ class Session:
             if capture.version_of(raw) != handle.version:
                 raise _changed_in_place(reference.shape)
             return raw.as_strided(reference.shape, reference.stride, reference.offset)
-        if reference.lossless is not None:
-            flat = handle.packs[reference.lossless].decode()
-        else:
-            flat = self._decode(handle)
+        lossless = reference.lossless
+        flat = self._decode(handle) if lossless is None else handle.packs[lossless].decode()
         return flat.as_strided(reference.shape, reference.stride, reference.offset)
 
     def _decode(self, handle: _Handle) -> Tensor:
@@ -465,6 +458,11 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+@lru_cache(maxsize=1 << 16)
+def _site_hash(site: Site) -> int:
+    return _hash(str(site))
+
+
 def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
@@ -480,16 +478,15 @@ class Attachment:
 
     def __init__(self, model: nn.Module, session: Session) -> None:
         self._session = session
-        session._hooks = [
+        self._hooks = [
             model.register_forward_pre_hook(_opener(session)),
-            *session._capture.watch(model, session._start_forward),
             model.register_forward_hook(_closer(session), always_call=True),
         ]
 
     def remove(self) -> None:
-        """Take every hook off the model; may be called again."""
-        while self._session._hooks:
-            self._session._hooks.pop().remove()
+        """Take the two hooks off the model; may be called again."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def report(self) -> Report:
         """What was saved in the last forward, how it is stored, and why."""
@@ -511,7 +508,9 @@ class Attachment:
 
 def _opener(session: Session) -> Callable[..., None]:
     def open_session(module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not session._entered:
+        if session._entered:
+            session._entered += 1  # the model calls itself
+        elif torch.is_grad_enabled():
             session.step += 1
             session._open()
 
@@ -520,7 +519,9 @@ def _opener(session: Session) -> Callable[..., None]:
 
 def _closer(session: Session) -> Callable[..., None]:
     def close_session(module: nn.Module, args: Any, result: Any) -> None:
-        if session._entered and not session._capture.inside_module:
+        if session._entered > 1:
+            session._entered -= 1
+        elif session._entered:
             session._close()
 
     return close_session

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,7 @@ _RAW = "_raw_saved_"
 _PARAMETER_NODE = "AccumulateGrad"
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """Where a tensor is saved: stable from step to step as long as the module does the same things."""
 
     module: str
@@ -48,20 +47,23 @@ class Site:
         return f"{self.module or '(model)'}: {self.op}.{self.slot}{tail}"
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One saved tensor, for as long as the session looks at it."""
+class Slot(NamedTuple):
+    """One saved tensor, for as long as the session looks at it.
+
+    ``tensor`` is None if other hooks hold the slot: reading it would run them. ``storage`` is None for tensors
+    without a plain storage of their own (sparse, nested, subclasses).
+    """
 
     site: Site
-    tensor: Tensor
+    tensor: Any
+    storage: Any
     node: Any
     call: str
-    foreign: bool
-    _saved: Any
+    saved: Any
 
     def hook(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Let ``pack`` replace the tensor now and ``unpack`` give it back to backward."""
-        self._saved.register_hooks(pack, unpack)
+        self.saved.register_hooks(pack, unpack)
 
     def needs_grad(self, edge: int) -> bool:
         """Does backward have to produce the gradient of the op's ``edge``-th differentiable input?"""
@@ -106,32 +108,28 @@ def probe() -> Abilities:
 def _sole_count() -> int | None:
     try:
         t = torch.zeros(1)
-        sole = _use_count(storage_id(t))
+        sole = use_count(storage_id(t.untyped_storage()))
         other = t.detach()
-        two = _use_count(storage_id(t))
+        two = use_count(storage_id(t.untyped_storage()))
         del other
-        return sole if two == sole + 1 and _use_count(storage_id(t)) == sole else None
+        return sole if two == sole + 1 and use_count(storage_id(t.untyped_storage())) == sole else None
     except (AttributeError, RuntimeError, TypeError):
         return None
 
 
-def _use_count(identity: int) -> int:
-    return int(torch._C._storage_Use_Count(identity))
+use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda identity: 0)
+"""How many owners a storage has; compare with ``Abilities.sole``."""
 
 
-def storage_id(tensor: Tensor) -> int:
-    """Identity of a tensor's storage; means something only while that storage lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def only_we_own(identity: int, abilities: Abilities) -> bool:
-    """True if the one tensor we keep is all that keeps this storage alive."""
-    return abilities.sole is None or _use_count(identity) <= abilities.sole
+def storage_id(storage: Any) -> int:
+    """Identity of a storage; means something only while that storage lives."""
+    identity: int = storage._cdata
+    return identity
 
 
 def version_of(tensor: Tensor) -> int:
     """Counts in-place changes, shared by all views of a tensor."""
-    return int(tensor._version)
+    return tensor._version
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -168,13 +166,16 @@ def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
 def describe(node: Any) -> tuple[str, tuple[str, ...]]:
     """The op's name (``Convolution``, or ``LeakyRelu1`` for a variant) and the names of its slots."""
     kind: Any = type(node)
-    return _describe_type(kind)
+    op, slots = _describe_type(kind)
+    return op, tuple(name for name, _, _ in slots)
 
 
 @lru_cache(maxsize=1024)
-def _describe_type(kind: Any) -> tuple[str, tuple[str, ...]]:
+def _describe_type(kind: Any) -> tuple[str, tuple[tuple[str, str, str], ...]]:
+    """The op's name; for each slot its name and the attributes with its holder and its tensor."""
     op, _, variant = kind.__name__.rpartition("Backward")
-    slots = tuple(name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW))
+    names = [name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW)]
+    slots = tuple((n, _RAW + n, "saved_tensors" if n == "tensors" else f"_saved_{n}") for n in names)
     return op + ("" if variant == "0" else variant), slots
 
 
@@ -270,39 +271,44 @@ class Capture(TorchFunctionMode):
                 continue
             metadata[_MARK] = None
             op, slots = _describe_type(kind)
-            for name in slots:
-                self._offer(node, op, name, call)
+            for name, holder, value in slots:
+                self._offer(node, op, name, holder, value, call)
             for parent, _ in node.next_functions:
                 if parent is not None:
                     stack.append(parent)
 
-    def _offer(self, node: Any, op: str, name: str, call: str) -> None:
+    def _offer(self, node: Any, op: str, name: str, holder: str, value: str, call: str) -> None:
         try:
-            saved = getattr(node, _RAW + name)
+            saved = getattr(node, holder)
+            several = type(saved) is tuple or type(saved) is list
+            foreign = any(map(self._is_foreign, saved)) if several else self._is_foreign(saved)
+            tensor: Any = None if foreign else getattr(node, value)
         except RuntimeError:
-            return  # the graph behind this node was freed already
-        several = isinstance(saved, (tuple, list))
-        items = list(saved) if several else [saved]
-        foreign = self._is_foreign(items)
-        tensors: list[Any]
-        if foreign:
-            tensors = [None] * len(items)
-        else:
-            try:
-                values = node.saved_tensors if name == "tensors" else getattr(node, f"_saved_{name}")
-            except RuntimeError:
-                return  # changed in place since it was saved: autograd reports that in backward
-            tensors = list(values) if several else [values]
-        for i, (item, tensor) in enumerate(zip(items, tensors, strict=False)):
-            if tensor is None and not foreign:
-                continue
-            slot = (str(i) if name == "tensors" else f"{name}[{i}]") if several else name
-            self._visit(Slot(self._site(op, slot), tensor, node, call, foreign, item))
+            # The graph behind this node was freed, or the tensor was changed in place since it was
+            # saved; autograd reports either in backward.
+            return
+        if not several:
+            self._offer_one(node, op, name, call, saved, tensor)
+            return
+        for i, item in enumerate(saved):
+            slot = str(i) if name == "tensors" else f"{name}[{i}]"
+            self._offer_one(node, op, slot, call, item, None if foreign else tensor[i])
 
-    def _is_foreign(self, items: list[Any]) -> bool:
-        """Do somebody else's hooks hold this slot? Reading it would run them (checkpoint recomputes)."""
+    def _offer_one(self, node: Any, op: str, slot: str, call: str, saved: Any, tensor: Any) -> None:
+        storage = None
+        if tensor is None:
+            if not self._is_foreign(saved):
+                return
+        elif is_parameter(tensor):
+            return
+        elif type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
+            storage = tensor.untyped_storage()
+        self._visit(Slot(self._site(op, slot), tensor, storage, node, call, saved))
+
+    def _is_foreign(self, saved: Any) -> bool:
+        """Do somebody else's hooks hold this slot? Reading it would run them: checkpoint would recompute."""
         if self._abilities.foreign_hooks:
-            return any(item is not None and item.unpack_hook is not None for item in items)
+            return saved is not None and saved.unpack_hook is not None
         return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
     def _site(self, op: str, slot: str) -> Site:
@@ -325,7 +331,9 @@ class Capture(TorchFunctionMode):
         if name is None or threading.get_ident() != self._thread:
             return
         if torch.is_grad_enabled():
-            self._walk_all(result, None)
+            # Without this the mode would see every attribute we read here.
+            with torch._C.DisableTorchFunction():
+                self._walk_all(result, None)
         # A hook of the module may have raised before ours could enter.
         if self._path and self._path[-1] == name:
             self._path.pop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from .capture import Site
 from .codecs import BlockMean, Cast, Codec, GroupQuant, TensorMeta
@@ -19,8 +19,7 @@ from .planner import Plan
 from .rules import Need
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """What is known of a stored tensor when its codec is chosen: all its consumers together."""
 
     need: Need
@@ -191,10 +190,7 @@ def methods() -> dict[str, str]:
     >>> print(*methods(), sep=", ")
     lossless, division, actnn, pool, cast
     """
-    return {
-        name: f"{name}{_options(kind)}: {(kind.__doc__ or '').splitlines()[0]}"
-        for name, kind in _NAMED.items()
-    }
+    return {name: f"{name}{_options(kind)}: {(kind.__doc__ or '').splitlines()[0]}" for name, kind in _NAMED.items()}
 
 
 def _options(kind: type[Method]) -> str:
@@ -211,9 +207,7 @@ def resolve(method: str | Method | Codec | Plan, options: dict[str, Any]) -> Met
         known = inspect.signature(kind).parameters
         for option in options:
             if option not in known:
-                raise TypeError(
-                    f"method {method!r} has no option {option!r}; its options are {_options(kind)}"
-                )
+                raise TypeError(f"method {method!r} has no option {option!r}; its options are {_options(kind)}")
         return kind(**options)
     if options:
         raise TypeError(f"options {sorted(options)} go with a method's name; got {method!r}")
@@ -223,6 +217,4 @@ def resolve(method: str | Method | Codec | Plan, options: dict[str, Any]) -> Met
         return Planned(method)
     if isinstance(method, Method):
         return method
-    raise TypeError(
-        f"expected a method's name ({', '.join(_NAMED)}), a Method, a Codec or a Plan; got {method!r}"
-    )
+    raise TypeError(f"expected a method's name ({', '.join(_NAMED)}), a Method, a Codec or a Plan; got {method!r}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import reference
+from .kernels import reference, register
 from .kernels.reference import group_bytes, groups_in_row, low_shape, row_bytes
 
 __all__ = [
@@ -53,6 +53,7 @@ LIBRARY: Any = torch.library.Library("lowtide", "DEF")  # type: ignore[no-untype
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema)
     LIBRARY.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+register(LIBRARY, SCHEMAS)
 
 
 def _fake(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,10 +43,7 @@ class Plan:
         if not isinstance(data, dict) or data.get("version") != 1:
             raise ValueError("this is not a plan of version 1; write one with Plan.save")
         return cls(
-            {
-                Site(r["module"], r["op"], r["slot"], r["ordinal"]): from_config(r["codec"])
-                for r in data["sites"]
-            }
+            {Site(r["module"], r["op"], r["slot"], r["ordinal"]): from_config(r["codec"]) for r in data["sites"]}
         )
 
     def save(self, path: str | Path) -> None:

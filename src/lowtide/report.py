@@ -70,7 +70,7 @@ class Report:
             "stored_nbytes": self.stored_nbytes,
             "held_nbytes": self.held_nbytes,
             "notes": list(self.notes),
-            "sites": [asdict(s) for s in self.sites],
+            "sites": [{**asdict(s), "site": s.site._asdict()} for s in self.sites],
         }
         return json.dumps(data, indent=1)
 

@@ -184,20 +184,12 @@ RULES: dict[tuple[str, str], Rule] = {
     },
     # activations of which one bit is read; the ends and NaN as each kernel treats them
     ("Relu", "result"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf)),
-    ("LeakyRelu", "self"): Rule(
-        Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)
-    ),
-    ("LeakyRelu1", "result"): Rule(
-        Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)
-    ),
+    ("LeakyRelu", "self"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)),
+    ("LeakyRelu1", "result"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)),
     ("Threshold", "self"): Rule(Need.LOSSLESS, "only the side is read", codec=_band("threshold", math.inf)),
     ("Threshold1", "self"): Rule(Need.LOSSLESS, "only the side is read", codec=_band("threshold", math.inf)),
-    ("Hardtanh", "self"): Rule(
-        Need.LOSSLESS, "only inside or outside is read", codec=_band("min_val", "max_val")
-    ),
-    ("Hardsigmoid", "self"): Rule(
-        Need.LOSSLESS, "only inside or outside is read", codec=_band(-3.0, 3.0, nan=False)
-    ),
+    ("Hardtanh", "self"): Rule(Need.LOSSLESS, "only inside or outside is read", codec=_band("min_val", "max_val")),
+    ("Hardsigmoid", "self"): Rule(Need.LOSSLESS, "only inside or outside is read", codec=_band(-3.0, 3.0, nan=False)),
     ("Clamp1", "self"): Rule(
         Need.LOSSLESS, "only inside or outside is read", codec=_band("min", "max", closed=True, nan=False)
     ),

@@ -13,9 +13,8 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,33 +33,39 @@ MIN_NUMEL = 4096
 
 _RECENT = 12
 _SUPPORT = Mask()
+_SHAPE_ONLY = ShapeOnly()
+_HALVES = (torch.bfloat16, torch.float16)
 _ticks = itertools.count()  # gives each session of a process its own rounding noise
 
 
 class _Row:
     """One saved tensor in the making of a report; never holds a tensor."""
 
-    __slots__ = ("codec", "dtype", "plain", "shape", "site", "state", "stored", "why")
+    __slots__ = ("codecs", "meta", "plain", "site", "state", "stored", "why")
 
-    def __init__(self, slot: Slot, state: str, plain: int, why: str) -> None:
-        self.site = slot.site
-        self.shape = () if slot.foreign else tuple(slot.tensor.shape)
-        self.dtype = "" if slot.foreign else str(slot.tensor.dtype).removeprefix("torch.")
+    def __init__(self, site: Site, meta: TensorMeta | None, state: str, plain: int, why: str | Site) -> None:
+        self.site = site
+        self.meta = meta
         self.state = state
-        self.plain = plain
-        self.stored = plain
-        self.codec = ""
+        self.plain = self.stored = plain
+        self.codecs: tuple[object, ...] = ()
         self.why = why
 
-    def compressed(self, stored: int, codec: str) -> None:
-        self.state, self.stored, self.codec = COMPRESSED, stored, codec
+    def compressed(self, stored: int, *codecs: object) -> None:
+        self.state, self.stored, self.codecs = COMPRESSED, stored, codecs
 
     def exact(self, why: str) -> None:
-        self.state, self.stored, self.codec, self.why = EXACT, self.plain, "", why
+        self.state, self.stored, self.codecs, self.why = EXACT, self.plain, (), why
+
+    def finished(self) -> SiteReport:
+        meta = self.meta
+        shape, dtype = ((), "") if meta is None else (tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
+        codec = " + ".join(map(str, self.codecs))
+        why = f"stored at {self.why}" if self.state == SHARED else str(self.why)
+        return SiteReport(self.site, shape, dtype, self.state, self.plain, self.stored, codec, why)
 
 
-@dataclass(frozen=True, slots=True)
-class _Consumer:
+class _Consumer(NamedTuple):
     site: Site
     need: Need
     spatial: bool
@@ -71,18 +76,17 @@ class _Handle:
     """One storage at one version, raw until only the graph owns it, packed from then on."""
 
     __slots__ = (
-        *("__weakref__", "base", "consumers", "dtype", "identity", "key", "numel", "packs", "raw", "readers"),
+        *("__weakref__", "base", "consumers", "identity", "noise", "numel", "packs", "raw", "readers"),
         *("row", "values", "version", "views"),
     )
 
-    def __init__(self, raw: Tensor, base: TensorMeta | None, numel: int, key: int, row: _Row) -> None:
+    def __init__(self, raw: Tensor, identity: int, base: TensorMeta | None, numel: int, noise: int, row: _Row) -> None:
         self.raw: Tensor | None = raw
-        self.identity = capture.storage_id(raw)
+        self.identity = identity
         self.version = capture.version_of(raw)
-        self.dtype = raw.dtype
         self.numel = numel
         self.base = base
-        self.key = key
+        self.noise = noise
         self.row = row
         self.consumers: list[_Consumer] = []
         self.views: list[TensorMeta] = []
@@ -92,26 +96,36 @@ class _Handle:
 
     def whole(self) -> TensorMeta:
         """The storage as one dense tensor, in the most telling shape known."""
-        for view in (*self.views, self.base):
-            if view is not None and view.numel == self.numel and layout_of(view.shape, view.stride).dense:
+        for view in self.views:
+            if view.numel == self.numel and layout_of(view.shape, view.stride).dense:
                 return view
-        last = self.views[0].shape[-1] if self.views[0].shape else 1
+        base = self.base
+        if base is not None and base.numel == self.numel and layout_of(base.shape, base.stride).dense:
+            return base
+        shape, _, dtype = self.views[0]
+        last = shape[-1] if shape else 1
         if last > 1 and self.numel % last == 0:
-            return TensorMeta((self.numel // last, last), (last, 1), self.dtype)
-        return TensorMeta((self.numel,), (1,), self.dtype)
+            return TensorMeta((self.numel // last, last), (last, 1), dtype)
+        return TensorMeta((self.numel,), (1,), dtype)
 
 
 class _Reference:
     """What autograd holds for a hooked slot: a view of a handle, read through one codec."""
 
-    __slots__ = ("handle", "lossless", "offset", "shape", "stride")
+    __slots__ = ("handle", "lossless", "meta", "offset")
 
-    def __init__(self, handle: _Handle, view: Tensor, lossless: Codec | None) -> None:
+    def __init__(self, handle: _Handle, meta: TensorMeta, offset: int, lossless: Codec | None) -> None:
         self.handle = handle
-        self.shape = view.shape
-        self.stride = view.stride()
-        self.offset = view.storage_offset()
+        self.meta = meta
+        self.offset = offset
         self.lossless = lossless
+
+    def view(self, whole: Tensor) -> Tensor:
+        """This reference's part of the storage that ``whole`` fills."""
+        shape, stride, _ = self.meta
+        if whole.shape == shape and whole.stride() == stride and whole.storage_offset() == self.offset:
+            return whole
+        return whole.as_strided(shape, stride, self.offset)
 
 
 class _Recast:
@@ -132,7 +146,7 @@ class _Recast:
         return copy.t() if self.transposed else copy
 
 
-def _changed_in_place(shape: torch.Size) -> RuntimeError:
+def _changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a saved tensor of shape {tuple(shape)} changed after the forward that saved it"
@@ -180,7 +194,8 @@ class Session:
                 stacklevel=3,
             )
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        self._static = {capture.storage_id(t) for t in tensors if type(t) in (Tensor, nn.Parameter)}
+        plain = (t for t in tensors if type(t) in (Tensor, nn.Parameter))
+        self._static = {capture.storage_id(t.untyped_storage()) for t in plain}
         self._rows.clear()
         self._forget()
         self._forwards = 0
@@ -215,137 +230,134 @@ class Session:
     # ------------------------------------------------------------ forward
 
     def _visit(self, slot: Slot) -> None:
-        """Decide about one newly saved tensor."""
-        if slot.foreign:
-            self._rows.append(_Row(slot, HELD, 0, "held by other saved-tensor hooks, such as checkpoint"))
+        """Decide about one newly saved tensor that is not a parameter."""
+        tensor, storage = slot.tensor, slot.storage
+        if tensor is None:
+            self._rows.append(_Row(slot.site, None, HELD, 0, "held by other saved-tensor hooks, such as checkpoint"))
             return
-        tensor = slot.tensor
-        if type(tensor) is nn.Parameter or capture.is_parameter(tensor):
-            return
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        if storage is None:
             kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.layout)
-            self._rows.append(_Row(slot, EXACT, _nbytes(tensor), f"{kind}: kept as it is"))
+            meta = TensorMeta(tuple(tensor.shape), (), tensor.dtype)
+            self._rows.append(_Row(slot.site, meta, EXACT, _nbytes(tensor), f"{kind}: kept as it is"))
             return
-        identity = capture.storage_id(tensor)
-        if identity in self._static:
+        identity = capture.storage_id(storage)
+        if identity in self._static or (tensor.dtype in _HALVES and self._recast(slot, identity)):
             return
         rule = rule_for(slot)
         if rule is None:
-            self._count(slot, "no rule for this op")
-        elif tensor.grad_fn is not None and self._recast(slot):
+            self._count(slot, identity, "no rule for this op")
             return
-        elif rule.need is Need.EXACT:
-            self._count(slot, rule.why)
-        else:
-            lossless = rule.codec(slot) if rule.codec is not None else None
-            if isinstance(lossless, ShapeOnly):
-                self._count(slot, rule.why, needs_values=False)
+        need = rule.need
+        lossless = None if rule.codec is None else rule.codec(slot)
+        if lossless is not None:
+            if lossless == _SHAPE_ONLY:
+                self._count(slot, identity, rule.why, needs_values=False)
                 packed = lossless.encode(tensor, key=0)
                 slot.hook(lambda _: packed, Packed.decode)
-            elif lossless is None and (rule.need is Need.LOSSLESS or tensor.dtype not in FLOATS):
-                self._count(slot, f"{str(tensor.dtype).removeprefix('torch.')} values are kept exactly")
-            else:
-                need = Need.LOSSLESS if lossless is not None else rule.need
-                self._store(slot, identity, _Consumer(slot.site, need, rule.spatial, lossless), rule.why)
+                return
+            need = Need.LOSSLESS
+        elif need is Need.EXACT:
+            self._count(slot, identity, rule.why)
+            return
+        elif need is Need.LOSSLESS or tensor.dtype not in FLOATS:
+            self._count(slot, identity, f"{str(tensor.dtype).removeprefix('torch.')} values are kept exactly")
+            return
+        self._store(slot, identity, _Consumer(slot.site, need, rule.spatial, lossless), rule.why)
 
     def _store(self, slot: Slot, identity: int, consumer: _Consumer, why: str) -> None:
         """Hook the slot to the handle of its storage."""
         tensor = slot.tensor
-        numel = tensor.numel()
-        handle = self._known(identity, tensor)
-        if handle is None:
-            total = tensor.untyped_storage().nbytes() // tensor.element_size()
+        meta = TensorMeta.of(tensor)
+        handle = self._pending(identity)
+        if handle is not None and handle.version == capture.version_of(tensor) and handle.views[0].dtype is meta.dtype:
+            self._rows.append(_Row(slot.site, meta, SHARED, 0, handle.row.site))
+        else:
+            numel = tensor.numel()
+            total = slot.storage.nbytes() // meta.dtype.itemsize
             slice_of_large = numel * 4 < total
             if numel < self._min_numel and not slice_of_large:
-                self._count(slot, "small")
+                self._count(slot, identity, "small")
                 return
-            row = self._count(slot, why)
             raw = tensor.detach()
             base: TensorMeta | None = None
+            row = self._count(slot, identity, why, by_handle=not slice_of_large)
             if slice_of_large:
                 # A view would keep the whole storage alive: copy the little that is needed.
                 raw = tensor = raw.clone(memory_format=torch.contiguous_format)
-                total = numel
-                row.compressed(raw.nbytes, str(Raw()))
+                identity, total, meta = capture.storage_id(raw.untyped_storage()), numel, TensorMeta.of(raw)
+                row.compressed(raw.nbytes, Raw())
                 row.why = "a small part of a larger storage: copied, so that the rest can go"
             elif numel != total and (whole := capture.base_of(tensor)) is not None:
                 base = TensorMeta.of(whole)
-            handle = _Handle(raw, base, total, _signed(_site_hash(slot.site) ^ self._noise), row)
+            handle = _Handle(raw, identity, base, total, self._noise, row)
             reference = weakref.ref(handle)
-            self._handles[handle.identity] = reference
+            self._handles[identity] = reference
             if numel >= self._min_numel:
                 self._recent.append(reference)
-        else:
-            self._share(slot, handle.row)
         handle.consumers.append(consumer)
-        handle.views.append(TensorMeta.of(tensor))
-        handle.readers += consumer.lossless is None
-        light = _Reference(handle, tensor, consumer.lossless)
-        slot.hook(lambda _: light, self._unpack)
+        handle.views.append(meta)
+        if consumer.lossless is None:
+            handle.readers += 1
+        light = _Reference(handle, meta, tensor.storage_offset(), consumer.lossless)
+        slot.saved.register_hooks(lambda _: light, self._unpack)
         if self._abilities.sole is None:
             self._seal_if_ours(handle)
 
-    def _known(self, identity: int, tensor: Tensor) -> _Handle | None:
+    def _pending(self, identity: int) -> _Handle | None:
+        """The handle whose storage this is. Its raw tensor keeps the storage, so the identity holds."""
         reference = self._handles.get(identity)
         handle = reference() if reference is not None else None
-        if (
-            handle is None
-            or handle.raw is None
-            or handle.version != capture.version_of(tensor)
-            or handle.dtype != tensor.dtype
-        ):
-            return None
-        return handle
+        return None if handle is None or handle.raw is None else handle
 
-    def _recast(self, slot: Slot) -> bool:
-        tensor = slot.tensor
-        if tensor.dtype not in FLOATS or tensor.dtype == torch.float32:
-            return False
-        found = capture.parameter_behind_cast(tensor)
+    def _recast(self, slot: Slot, identity: int) -> bool:
+        found = capture.parameter_behind_cast(slot.tensor)
         if found is None:
             return False
-        row = self._count(slot, "autocast's copy of a parameter: cast again when needed")
-        recast = _Recast(found[0], found[1], tensor.dtype)
+        row = self._count(slot, identity, "autocast's copy of a parameter: cast again when needed")
+        recast = _Recast(found[0], found[1], slot.tensor.dtype)
         slot.hook(lambda _: recast, _Recast.unpack)
         if row.site is slot.site:
             row.compressed(0, "recast")
         return True
 
-    def _count(self, slot: Slot, why: str, *, needs_values: bool = True) -> _Row:
-        """The row that carries the bytes of this slot's storage, made if there is none yet."""
-        storage = slot.tensor.untyped_storage()
-        identity = capture.storage_id(slot.tensor)
-        known = self._counted.get(identity)
-        if known is None or known[0]() is not storage:
-            row = _Row(slot, EXACT, storage.nbytes(), why)
-            self._counted[identity] = (weakref.ref(storage), row)
-            if not needs_values:
-                row.compressed(0, str(ShapeOnly()))
-        else:
+    def _count(
+        self, slot: Slot, identity: int, why: str, *, needs_values: bool = True, by_handle: bool = False
+    ) -> _Row:
+        """The row that carries the bytes of this slot's storage, made if there is none yet.
+
+        A storage that gets a handle is found through it; others are remembered by a weak reference.
+        """
+        meta = TensorMeta.of(slot.tensor)
+        handle = self._pending(identity)
+        row = handle.row if handle is not None else None
+        if row is None and (known := self._counted.get(identity)) is not None and known[0]() is slot.storage:
             row = known[1]
-            self._share(slot, row)
-            if needs_values and row.codec == str(ShapeOnly()):
+        if row is not None:
+            self._rows.append(_Row(slot.site, meta, SHARED, 0, row.site))
+            if needs_values and row.codecs == (_SHAPE_ONLY,):
                 row.exact(why)
             return row
+        row = _Row(slot.site, meta, EXACT, slot.storage.nbytes(), why)
         self._rows.append(row)
+        if not by_handle:
+            self._counted[identity] = (weakref.ref(slot.storage), row)
+        if not needs_values:
+            row.compressed(0, _SHAPE_ONLY)
         return row
-
-    def _share(self, slot: Slot, owner: _Row) -> None:
-        self._rows.append(_Row(slot, SHARED, 0, f"stored at {owner.site}"))
 
     # ------------------------------------------------------------ encoding
 
     def _settle(self) -> None:
         """After each torch call: encode what the call's end left to the graph alone."""
-        recent = self._recent
-        if recent:
-            self._recent = [r for r in recent if not self._settled(r)]
+        if self._recent:
+            self._recent = [r for r in self._recent if not self._settled(r)]
             if len(self._recent) > _RECENT:
                 self._waiting.append(self._recent.pop(0))
-        for _ in range(min(2, len(self._waiting))):
-            reference = self._waiting.popleft()
-            if not self._settled(reference):
-                self._waiting.append(reference)
+        if self._waiting:
+            for _ in range(min(2, len(self._waiting))):
+                reference = self._waiting.popleft()
+                if not self._settled(reference):
+                    self._waiting.append(reference)
 
     def _settled(self, reference: weakref.ref[_Handle]) -> bool:
         handle = reference()
@@ -353,50 +365,55 @@ class Session:
 
     def _seal_if_ours(self, handle: _Handle) -> bool:
         """Encode if only the graph owns the storage; True if there is nothing left to wait for."""
-        raw = handle.raw
-        if raw is None or capture.version_of(raw) != handle.version:
+        raw, sole = handle.raw, self._abilities.sole
+        if raw is None:
             return True
-        if not capture.only_we_own(handle.identity, self._abilities):
+        if sole is not None and capture.use_count(handle.identity) > sole:
             return False
-        with torch.no_grad():
+        if capture.version_of(raw) == handle.version:
             self._seal(handle, raw)
         return True
 
     def _seal(self, handle: _Handle, raw: Tensor) -> None:
         meta = handle.whole()
-        plain = raw.untyped_storage().nbytes()
-        lossless = {c.lossless for c in handle.consumers if c.lossless is not None}
-        need = max(c.need for c in handle.consumers)
+        lossless: list[Codec] = []
+        need, spatial, sites = Need.LOSSLESS, False, []
+        for consumer in handle.consumers:
+            sites.append(consumer.site)
+            spatial = spatial or consumer.spatial
+            if consumer.lossless is None:
+                need = max(need, consumer.need)
+            elif consumer.lossless not in lossless:
+                lossless.append(consumer.lossless)
+        total = 0
         codec: Codec | None = None
         if need is not Need.LOSSLESS:
-            spatial = any(c.spatial for c in handle.consumers)
-            use = Use(need, meta, spatial, tuple(c.site for c in handle.consumers))
-            codec = self.method.codec_for(use)
+            codec = self.method.codec_for(Use(need, meta, spatial, tuple(sites)))
             if codec is None:
                 handle.row.why = f"{self.method.name} keeps these values"
                 return
-        total = sum(c.packed_nbytes(meta) for c in lossless)
-        total += codec.packed_nbytes(meta) if codec is not None else 0
-        if total >= plain and not isinstance(codec, Raw):
+            total = codec.packed_nbytes(meta)
+        for exact in lossless:
+            total += exact.packed_nbytes(meta)
+        if total >= raw.untyped_storage().nbytes() and type(codec) is not Raw:
             handle.row.why = "packing would not make it smaller"
             return
-        tensor = raw.as_strided(meta.shape, meta.stride, 0)
-        packs: dict[Codec, Packed] = {}
+        tensor = raw
+        if raw.shape != meta.shape or raw.stride() != meta.stride:
+            tensor = raw.as_strided(meta.shape, meta.stride, 0)
         try:
-            for exact in lossless:
-                packs[exact] = exact.encode(tensor, key=0)
+            packs = {exact: exact.encode(tensor, key=0) for exact in lossless} if lossless else {}
         except NotRepresentable as reason:
             handle.row.why = f"kept exactly: {reason}"
             return
-        stored = sum(p.nbytes for p in packs.values())
         if codec is not None:
-            support = packs[_SUPPORT].buffers[0] if _SUPPORT in packs else None
-            handle.values = codec.encode(tensor, key=handle.key, support=support)
-            stored += handle.values.nbytes
+            support = packs.get(_SUPPORT) if packs else None
+            key = _signed(_site_hash(sites[0]) ^ handle.noise)
+            handle.values = codec.encode(tensor, key=key, support=support.buffers[0] if support else None)
+            lossless.insert(0, codec)
         handle.packs = packs
         handle.raw = None
-        names = [str(c) for c in (codec, *packs) if c is not None]
-        handle.row.compressed(stored, " + ".join(names))
+        handle.row.compressed(total, *lossless)
 
     # ------------------------------------------------------------ backward
 
@@ -405,11 +422,10 @@ class Session:
         raw = handle.raw
         if raw is not None:
             if capture.version_of(raw) != handle.version:
-                raise _changed_in_place(reference.shape)
-            return raw.as_strided(reference.shape, reference.stride, reference.offset)
+                raise _changed_in_place(reference.meta.shape)
+            return reference.view(raw)
         lossless = reference.lossless
-        flat = self._decode(handle) if lossless is None else handle.packs[lossless].decode()
-        return flat.as_strided(reference.shape, reference.stride, reference.offset)
+        return reference.view(self._decode(handle) if lossless is None else handle.packs[lossless].decode())
 
     def _decode(self, handle: _Handle) -> Tensor:
         """Decode; keep the result while the next reader may be the same handle's (q, k and v)."""
@@ -431,10 +447,7 @@ class Session:
 
     def report(self) -> Report:
         """What was saved in the last forward, how it is stored, and why."""
-        rows = tuple(
-            SiteReport(r.site, r.shape, r.dtype, r.state, r.plain, r.stored, r.codec, r.why)
-            for r in self._rows
-        )
+        rows = tuple(row.finished() for row in self._rows)
         notes = []
         if not self._abilities.slots:
             notes.append(f"torch {torch.__version__} hides saved tensors: nothing was compressed")

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ class NotRepresentable(ValueError):
     """The tensor does not have the form this codec stores exactly; keep it as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
+class TensorMeta(NamedTuple):
     """What a size prediction may look at: everything but the values."""
 
     shape: tuple[int, ...]
@@ -35,7 +34,7 @@ class TensorMeta:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """The description of ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
     @property
     def numel(self) -> int:

@@ -178,9 +178,7 @@ class BlockMean(Codec):
         return kernel, tuple((s - kernel) // kernel + 1 for s in spatial), math.prod(spatial)
 
     def _spread_faithful(self, low: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return functional.interpolate(
-            low.to(torch.float32), size=shape[len(shape) - self.dims :], mode="nearest"
-        )
+        return functional.interpolate(low.to(torch.float32), size=shape[len(shape) - self.dims :], mode="nearest")
 
     def _encode_faithful(self, tensor: Tensor, meta: TensorMeta, key: int) -> Packed:
         kernel, _, area = self._faithful_sizes(meta.shape)
@@ -264,9 +262,7 @@ class Cast(Codec):
         target = _CASTS[self.dtype]
         if not self._scaled:
             return Packed(self, meta, (flat.to(target, copy=True),))
-        largest = (
-            flat.abs().max().to(torch.float32) if flat.numel() else flat.new_zeros((), dtype=torch.float32)
-        )
+        largest = flat.abs().max().to(torch.float32) if flat.numel() else flat.new_zeros((), dtype=torch.float32)
         scale = largest / torch.finfo(target).max
         if self.dtype == "float16":
             scale = scale.clamp_min(1.0)

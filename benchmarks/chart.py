@@ -1,0 +1,57 @@
+"""Draw the charts of docs/benchmarks.md and the README from a results file: ``chart.py results/X.csv``."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).parent.parent / "docs"
+NAMES = {"resnet50": "ResNet-50, batch 16, 224 px", "bert": "BERT-base, batch 8, 128 tokens"}
+MODES = ["plain", "checkpoint", "division", "actnn"]
+COLORS = {"plain": "#8d99ae", "checkpoint": "#c9ada7", "division": "#0077b6", "actnn": "#00b4d8"}
+
+
+def read(path: Path) -> dict[tuple[str, str, str, str], float]:
+    """(subject, mode, metric, allocator) -> median, the last row winning."""
+    found = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            if row["case"] == "step":
+                found[row["subject"], row["mode"], row["metric"], row["allocator"]] = float(row["median"])
+    return found
+
+
+def bars(found: dict[tuple[str, str, str, str], float], subjects: list[str], path: Path) -> None:
+    plt.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10})
+    figure, axes = plt.subplots(1, 2 * len(subjects), figsize=(4.2 * len(subjects) + 1, 2.9), layout="constrained")
+    for i, subject in enumerate(subjects):
+        for axis, metric, scale, unit in (
+            (axes[2 * i], "peak", 2**20, "peak MiB of a step"),
+            (axes[2 * i + 1], "time", 1.0, "seconds a step"),
+        ):
+            values = [found[subject, mode, metric, "default"] / scale for mode in MODES]
+            drawn = axis.bar(MODES, values, color=[COLORS[m] for m in MODES], width=0.7)
+            axis.bar_label(drawn, [f"{v / values[0]:.2f}x" for v in values], padding=2, fontsize=9)
+            axis.set_title(f"{NAMES.get(subject, subject)}\n{unit}", fontsize=9.5)
+            axis.tick_params(axis="x", rotation=35)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.margins(y=0.15)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    found = read(Path(sys.argv[1]))
+    subjects = [s for s in NAMES if (s, "plain", "time", "default") in found]
+    bars(found, subjects, DOCS / "steps.svg")
+    print(f"drew {DOCS / 'steps.svg'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,443 @@
+"""The compiled kernels give the bytes of the reference, from any thread, and nothing breaks without them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide import kernels, ops
+from lowtide.kernels import reference
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = [1, 2, 3, 5, 7, 8, 13, 64, 97, 255, 256, 257, 1000, 1021, 4096, 4097]
+GROUPS = [1, 7, 64, 256, 1000]
+NAN, INF = float("nan"), float("inf")
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_same(ours: Tensor | tuple[Tensor, ...], truth: Tensor | tuple[Tensor, ...], about: object) -> None:
+    """Equal to the bit; only which NaN a NaN is may differ (torch's own copies disagree about it)."""
+    if isinstance(truth, tuple):
+        assert isinstance(ours, tuple)
+        assert len(ours) == len(truth)
+        for a, b in zip(ours, truth, strict=True):
+            assert_same(a, b, about)
+        return
+    assert isinstance(ours, Tensor)
+    assert ours.dtype == truth.dtype, about
+    assert ours.shape == truth.shape, about
+    if truth.dtype.is_floating_point:
+        assert torch.equal(ours.isnan(), truth.isnan()), about
+        ours, truth = (t.masked_fill(t.isnan(), 0.0).view(_INTS[t.dtype.itemsize]) for t in (ours, truth))
+    wrong = (ours != truth).nonzero()
+    assert wrong.numel() == 0, f"{about}: {len(wrong)} of {truth.numel()} differ, first at {wrong[0].tolist()}"
+
+
+def sample(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + numel)
+    return torch.randn(numel, generator=generator).mul_(3.0).to(dtype)
+
+
+def special(dtype: torch.dtype) -> Tensor:
+    """Rows of 97 values, each awkward in its own way."""
+    x = sample(97 * 20, torch.float32).view(20, 97)
+    x[0, 5] = NAN
+    x[1, 96] = INF
+    x[2, 0] = -INF
+    x[3] = 0.0
+    x[4] = -0.0
+    x[5, ::2], x[5, 1::2] = 0.0, -0.0
+    x[6] = 1.2345678
+    x[7] = -1.2345678
+    x[8] *= 1e-40
+    x[9] *= 1e38
+    x[10, :2] = torch.tensor([3e38, -3e38])
+    x[11] = 3.4e38
+    x[12] = -3.4028e38
+    x[13].abs_().neg_()
+    x[14] = x[14].clamp_max(0.0)
+    x[15, 1:], x[15, 0] = 0.0, 1e-42
+    x[16] = NAN
+    x[17] = INF
+    x[18] = x[18].round()
+    x[19, 3:40] = -INF
+    return x.view(-1).to(dtype)
+
+
+def check_groups(x: Tensor, row: int, group: int, bits: int, positive: bool) -> None:
+    about = (x.dtype, x.numel(), row, group, bits, positive)
+    key = 0x1234567_89ABCDEF + row
+    codes, side = reference.quantize_groups(x, row, group, bits, key, positive)
+    assert_same(ops.quantize_groups(x, row, group, bits, key, positive), (codes, side), about)
+    support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
+    for dtype in {x.dtype, torch.float32}:
+        shape = (codes, side, x.numel(), row, group, bits, dtype, support)
+        assert_same(ops.dequantize_groups(*shape), reference.dequantize_groups(*shape), about)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_groups(dtype: torch.dtype, bits: int, positive: bool) -> None:
+    for row in ROWS:
+        for group in GROUPS:
+            check_groups(sample(3 * row, dtype), row, group, bits, positive)
+    for group in (1, 7, 64, 1000):
+        check_groups(special(dtype), 97, group, bits, positive)
+    check_groups(special(dtype), 97 * 20, 256, bits, positive)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_large_groups(threads: int, dtype: torch.dtype, positive: bool) -> None:
+    for row, group in ((99_991, 256), (33_333, 1000), (299_973, 1 << 20)):
+        check_groups(sample(299_973 // row * row, dtype), row, group, 2, positive)
+
+
+def test_negative_keys() -> None:
+    x = sample(1000, torch.float32)
+    for key in (-1, -(2**63), 2**63 - 1, 2**32 - 1, 2**32):
+        truth = reference.quantize_groups(x, 1000, 10, 4, key, False)
+        assert_same(ops.quantize_groups(x, 1000, 10, 4, key, False), truth, key)
+
+
+GEOMETRIES = [
+    # outer, s1, s2, s3, inner; block
+    ((6, 1, 56, 56, 1), 8),
+    ((10, 1, 28, 28, 1), 8),
+    ((10, 1, 14, 14, 1), 8),
+    ((60, 1, 7, 7, 1), 8),
+    ((3, 1, 17, 23, 1), 8),
+    ((2, 1, 112, 112, 1), 8),
+    ((2, 1, 100, 70, 1), 4),
+    ((40, 1, 1, 1, 1), 8),
+    ((4, 1, 5, 1, 1), 3),
+    ((3, 1, 1, 301, 1), 8),  # 1-D
+    ((3, 1, 1, 61, 24), 8),
+    ((2, 1, 1, 50, 5), 8),
+    ((2, 9, 10, 11, 1), 4),  # 3-D
+    ((2, 17, 9, 9, 1), 8),
+    ((2, 5, 6, 7, 19), 2),
+    ((2, 1, 28, 28, 16), 8),  # channels last
+    ((3, 1, 9, 7, 3), 8),
+    ((1, 1, 13, 11, 67), 5),
+    ((2, 1, 6, 6, 1), 1),
+    ((2, 1, 6, 6, 2), 64),
+]
+
+
+def check_blocks(x: Tensor, geometry: tuple[int, ...], block: int, row: int, group: int, bits: int) -> None:
+    for positive in (False, True):
+        about = (x.dtype, geometry, block, row, group, bits, positive)
+        truth = reference.quantize_blocks(x, geometry, block, row, group, bits, 77, positive)
+        assert_same(ops.quantize_blocks(x, geometry, block, row, group, bits, 77, positive), truth, about)
+        support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
+        shape = (*truth, geometry, block, row, group, bits, x.dtype, support)
+        assert_same(ops.dequantize_blocks(*shape), reference.dequantize_blocks(*shape), about)
+
+
+def numel_of(geometry: tuple[int, ...]) -> int:
+    return torch.Size(geometry).numel()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("geometry", "block"), GEOMETRIES)
+def test_blocks(geometry: tuple[int, ...], block: int, dtype: torch.dtype) -> None:
+    x = sample(numel_of(geometry), dtype)
+    for group in GROUPS:
+        check_blocks(x, geometry, block, x.numel(), group, 2)
+        check_blocks(x, geometry, block, x.numel() // geometry[0], group, 2)
+    for bits in (1, 4, 8):
+        check_blocks(x, geometry, block, x.numel(), 256, bits)
+    values = special(dtype).repeat(-(-x.numel() // 1940))[: x.numel()]
+    check_blocks(values, geometry, block, x.numel(), 64, 4)
+    for kind in FLOATS:
+        for source in (x, values):
+            low = reference.block_means(source, geometry, block, kind)
+            assert_same(ops.block_means(source, geometry, block, kind), low, (dtype, kind))
+            spread = reference.spread_blocks(low, geometry, block, dtype)
+            assert_same(ops.spread_blocks(low, geometry, block, dtype), spread, (dtype, kind))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_large_blocks(threads: int, dtype: torch.dtype) -> None:
+    for geometry in ((64, 1, 56, 56, 1), (5, 1, 40, 31, 33), (2, 1, 1, 997, 64), (3, 12, 50, 50, 1)):
+        x = sample(numel_of(geometry), dtype)
+        for group in (256, 1024, 1000):
+            check_blocks(x, geometry, 8, x.numel() // geometry[0], group, 2)
+            check_blocks(x, geometry, 8, x.numel(), group, 2)
+
+
+BANDS = [(0.0, INF), (-0.0, 0.0), (-1.0, 1.0), (0.1, 6.0), (-INF, 0.0), (-INF, INF), (INF, INF), (1.0, -1.0)]
+BANDS += [(NAN, 1.0), (-0.3, -0.1), (1e-42, 1.0), (-3e38, 3e38), (-1e39, 1e39)]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.bool, torch.int64, torch.uint8])
+def test_pack_band(dtype: torch.dtype) -> None:
+    values = [sample(n, torch.float32) for n in [*ROWS, 5000]] + [special(torch.float32)]
+    for x in values:
+        x = x.to(dtype) if dtype.is_floating_point else x.nan_to_num(0.0, 3.0, -3.0).clamp(0, 9).to(dtype)
+        if dtype.is_floating_point:
+            x[: x.numel() // 3] = x[: x.numel() // 3].clamp(-1.0, 1.0)
+        for low, high in BANDS:
+            for closed in (False, True):
+                for nan in (False, True):
+                    truth = reference.pack_band(x, low, high, closed, nan)
+                    assert_same(ops.pack_band(x, low, high, closed, nan), truth, (low, high, closed, nan))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.bool, torch.int64])
+def test_unpack_band(dtype: torch.dtype) -> None:
+    for numel in ROWS:
+        mask = reference.pack_band(sample(numel, torch.float32), 0.0, INF, True, False)
+        pairs = [(1.0, 0.0), (0.0, 2.0)]
+        if dtype.is_floating_point:
+            pairs += [(-0.0, 1.25), (NAN, 0.1), (0.0, -0.0)]
+        for inside, outside in pairs:
+            shape = (mask, numel, dtype, inside, outside)
+            assert_same(ops.unpack_band(*shape), reference.unpack_band(*shape), shape[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
+def test_uints(bits: int, dtype: torch.dtype) -> None:
+    for numel in ROWS:
+        for offset in (0, -7, 5, 2**40 if dtype == torch.int64 else 3):
+            generator = torch.Generator().manual_seed(numel)
+            top = min(2**bits, 2 ** (8 * dtype.itemsize - 2))
+            x = torch.randint(0, top, (numel,), generator=generator)
+            x = (x + offset).to(dtype)
+            packed = reference.pack_uints(x, offset, bits)
+            assert_same(ops.pack_uints(x, offset, bits), packed, (numel, offset))
+            truth = reference.unpack_uints(packed, numel, bits, offset, dtype)
+            assert_same(ops.unpack_uints(packed, numel, bits, offset, dtype), truth, (numel, offset))
+            if bits < 8:  # values that do not fit spill over in the same way
+                assert_same(ops.pack_uints(x * 3, offset, bits), reference.pack_uints(x * 3, offset, bits), "spill")
+
+
+def test_masks_and_integers_in_threads(threads: int) -> None:
+    for dtype in (*FLOATS, torch.bool):
+        x = sample(300_007, torch.float32).relu_().to(dtype)
+        mask = reference.pack_band(x, 0.0, INF, False, False)
+        assert_same(ops.pack_band(x, 0.0, INF, False, False), mask, dtype)
+        truth = reference.unpack_band(mask, x.numel(), dtype, 1.5, 0.0)
+        assert_same(ops.unpack_band(mask, x.numel(), dtype, 1.5, 0.0), truth, dtype)
+    for bits in (1, 2, 4, 8, 16, 32):
+        y = torch.arange(300_007) % 2**bits
+        packed = reference.pack_uints(y, 0, bits)
+        assert_same(ops.pack_uints(y, 0, bits), packed, bits)
+        assert_same(ops.unpack_uints(packed, y.numel(), bits, 0, torch.int64), y, bits)
+
+
+def test_every_operator_is_compiled() -> None:
+    """Without this, all tests above would pass on a machine where nothing compiles."""
+    x = sample(16, torch.float32)
+    ops.dequantize_groups(*ops.quantize_groups(x, 16, 8, 2, 0, False), 16, 16, 8, 2, torch.float32, None)
+    parts = ops.quantize_blocks(x, (1, 1, 4, 4, 1), 2, 16, 8, 2, 0, False)
+    ops.dequantize_blocks(*parts, (1, 1, 4, 4, 1), 2, 16, 8, 2, torch.float32, None)
+    ops.spread_blocks(ops.block_means(x, (1, 1, 4, 4, 1), 2, x.dtype), (1, 1, 4, 4, 1), 2, x.dtype)
+    ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), 16, torch.float32, 1.0, 0.0)
+    ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)
+    assert kernels.status() == dict.fromkeys(ops.SCHEMAS, "numba")
+
+
+def test_empty() -> None:
+    for dtype in FLOATS:
+        x = torch.empty(0, dtype=dtype)
+        truth = reference.quantize_groups(x, 0, 256, 2, 0, False)
+        assert_same(ops.quantize_groups(x, 0, 256, 2, 0, False), truth, dtype)
+        assert_same(ops.pack_band(x, 0.0, 1.0, True, False), torch.empty(0, dtype=torch.uint8), dtype)
+
+
+def test_inputs_that_require_grad() -> None:
+    x = sample(1000, torch.float32).requires_grad_()
+    truth = reference.quantize_groups(x.detach(), 1000, 256, 2, 0, False)
+    assert_same(ops.quantize_groups(x.detach(), 1000, 256, 2, 0, False), truth, "detached")
+
+
+def test_wrong_sizes_raise_instead_of_reading_beyond() -> None:
+    x = sample(1000, torch.float32)
+    with pytest.raises(RuntimeError):
+        ops.quantize_groups(x, 999, 256, 2, 0, False)
+    with pytest.raises(RuntimeError):
+        ops.block_means(x, (1, 1, 40, 40, 1), 8, torch.float32)
+    with pytest.raises(RuntimeError):
+        ops.quantize_blocks(x, (1, 1, 40, 40, 1), 8, 1000, 256, 2, 0, False)
+    codes, side = ops.quantize_groups(x, 1000, 256, 2, 0, False)
+    with pytest.raises(RuntimeError):
+        ops.dequantize_groups(codes[:-4], side, 1000, 1000, 256, 2, torch.float32, None)
+    with pytest.raises(RuntimeError):
+        ops.dequantize_groups(codes, side[:-2], 1000, 1000, 256, 2, torch.float32, None)
+
+
+def test_float64_is_served_by_the_reference() -> None:
+    x = sample(1000, torch.float64)
+    truth = reference.quantize_groups(x, 1000, 256, 2, 0, False)
+    assert_same(ops.quantize_groups(x, 1000, 256, 2, 0, False), truth, "float64")
+
+
+def test_many_python_threads() -> None:
+    inputs = [sample(200_000 + 1000 * i, torch.float32) for i in range(8)]
+    truths = [reference.quantize_groups(x, x.numel(), 256, 2, 5, False) for x in inputs]
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            assert_same(ops.quantize_groups(inputs[i], inputs[i].numel(), 256, 2, 5, False), truths[i], i)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+
+
+def run(code: str, timeout: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python code in a fresh process, with ``ops``, ``reference`` and an input ``x`` at hand."""
+    start = """
+        import os, sys, torch
+        from lowtide import kernels, ops
+        from lowtide.kernels import reference
+        x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+        def check():
+            ours = ops.quantize_groups(x, x.numel(), 256, 2, 5, False)
+            truth = reference.quantize_groups(x, x.numel(), 256, 2, 5, False)
+            assert all(torch.equal(a, b) for a, b in zip(ours, truth))
+    """
+    program = textwrap.dedent(start) + textwrap.dedent(code)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_import_leaves_numba_alone() -> None:
+    run("assert 'numba' not in sys.modules; assert set(kernels.status().values()) == {'numba (not compiled yet)'}")
+
+
+FORK = """
+    def everything():
+        packed = ops.quantize_groups(x, x.numel(), 256, 2, 5, False)
+        mask = ops.pack_band(x, 0.0, 1.0, True, False)
+        return [part.numpy().tobytes() for part in (*packed, mask)]
+    {before}
+    torch.ones(1_000_000).mul_(2.0)  # OpenMP has threads now
+    child = os.fork()
+    if child == 0:
+        assert torch.get_num_threads() == 2
+        ours = everything()
+        torch.set_num_threads(1)  # for the reference: torch, too, may hang on OpenMP in a forked child
+        check()
+        truth = reference.pack_band(x, 0.0, 1.0, True, False)
+        os._exit(0 if ours[2] == truth.numpy().tobytes() and ours == everything() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    check()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("before", ["everything()", "ops.quantize_groups(x[:100], 100, 10, 2, 5, False)", ""])
+def test_fork(before: str) -> None:
+    run("torch.set_num_threads(2)\n" + textwrap.dedent(FORK).format(before=before))
+
+
+WORKQUEUE = """
+    import threading, numba, numpy as np
+    from concurrent.futures import ThreadPoolExecutor
+    @numba.njit(parallel=True, nogil=True)
+    def users(x):
+        for i in numba.prange(x.size):
+            x[i] = np.sin(x[i])
+    def busy():
+        while not over:
+            users(np.ones(1_000_000))
+    over = False
+    users(np.ones(10))
+    thread = threading.Thread(target=busy)
+    thread.start()
+    torch.set_num_threads(2)
+    list(ThreadPoolExecutor(8).map(lambda _: check(), range(40)))
+    over = True
+    thread.join()
+    assert numba.threading_layer() == 'workqueue'
+"""
+
+
+def test_a_threading_layer_that_aborts_when_shared() -> None:
+    run(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue")
+
+
+HIDE = """
+    class Hide:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition('.')[0] == 'numba':
+                raise ImportError('no numba here')
+    sys.meta_path.insert(0, Hide())
+    check()
+    assert kernels.status()['quantize_groups'] == 'reference: ImportError: no numba here', kernels.status()
+"""
+
+
+def test_without_numba() -> None:
+    assert run(HIDE).stderr == ""
+
+
+def test_kernel_that_does_not_compile() -> None:
+    run(
+        """
+        from lowtide.kernels import cpu
+        def broken(a, b, c, d): return undefined_name
+        cpu.KERNELS['quantize_groups'] = broken
+        check()
+        status = kernels.status()
+        assert status['quantize_groups'].startswith('reference: '), status
+        ops.pack_band(x, 0.0, 1.0, True, False)
+        assert kernels.status()['pack_band'] == 'numba'
+        """
+    )
+
+
+def test_reference_on_request() -> None:
+    run(
+        "check(); assert 'numba' not in sys.modules\n"
+        "assert set(kernels.status().values()) == {'reference: LOWTIDE_KERNELS=reference'}",
+        LOWTIDE_KERNELS="reference",
+    )
+
+
+NOTICE = "lowtide: compiling CPU kernels (once, then cached)\n"
+
+
+def test_notice_and_cache(tmp_path: Path) -> None:
+    code = "check(); ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), x.numel(), torch.bool, 1.0, 0.0)"
+    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == NOTICE
+    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == ""
+
+
+def test_no_place_for_a_cache() -> None:
+    code = """
+        from numba.core import caching
+        caching.CacheImpl._locator_classes = []
+        check()
+        assert kernels.status()['quantize_groups'] == 'numba'
+    """
+    assert run(code).stderr == NOTICE

@@ -39,9 +39,7 @@ def imports_of(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             base = list(package)[: len(package) - (node.level - 1)] if node.level else []
-            dotted = (
-                [*base, *(node.module or "").split(".")] if node.level else (node.module or "").split(".")
-            )
+            dotted = [*base, *(node.module or "").split(".")] if node.level else (node.module or "").split(".")
             if not node.level and dotted[0] != "lowtide":
                 continue
             dotted = [d for d in dotted if d and d != "lowtide"]
@@ -63,9 +61,7 @@ def test_imports_point_down(path):
 
 
 def test_private_torch_names_live_in_capture():
-    private = re.compile(
-        r"torch\._C|\._raw_saved|_sequence_nr|\._cdata|_storage_Use_Count|\._base\b|\._version\b"
-    )
+    private = re.compile(r"torch\._C|\._raw_saved|_sequence_nr|\._cdata|_storage_Use_Count|\._base\b|\._version\b")
     for path in ROOT.rglob("*.py"):
         if path.stem != "capture":
             assert not private.search(path.read_text()), path

@@ -157,7 +157,8 @@ EXAMPLES: dict[tuple[str, str], Example] = {
         (("NativeGroupNorm", slot) for slot in ("input", "result1", "result2")),
         Example(lambda h, m: F.group_norm(h, 2, m.w, m.b), (4, 4, 10, 12), {"w": (4,), "b": (4,)}),
     ),
-    **{row: Example(op, (5, 4, 7, 9), nan=True) for row, op in _one_bit.items()},
+    # torch's hardtanh treats NaN one way in vector code and another in the tail: nothing to compare with
+    **{row: Example(op, (5, 4, 7, 9), nan=row[0] != "Hardtanh") for row, op in _one_bit.items()},
     **{row: Example(_apply(op), (8, 6, 32)) for row, op in _elementwise.items()},
     ("SafeSoftmax", "result"): Example(_safe_softmax),
     **dict.fromkeys((("NllLoss", "self"), ("NllLoss", "target")), Example(_nll, (64, 10))),

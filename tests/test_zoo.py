@@ -27,9 +27,7 @@ def train(name, method=None, steps=3, autocast=False, **options):
     for _ in range(steps):
         optimizer.zero_grad()
         context = (
-            contextlib.nullcontext()
-            if method is None
-            else lowtide.compress(model, method, min_numel=0, **options)
+            contextlib.nullcontext() if method is None else lowtide.compress(model, method, min_numel=0, **options)
         )
         with context as session, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = loss_fn(model, batch)

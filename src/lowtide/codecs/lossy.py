@@ -135,7 +135,9 @@ class BlockMean(Codec):
             tensor = tensor.contiguous()
         flat = tensor.as_strided((meta.numel,), (1,))
         if self.bits == 0:
-            return Packed(self, meta, (ops.block_means(flat, geometry, self.block, meta.dtype),))
+            means = ops.block_means(flat, geometry, self.block, meta.dtype)
+            means.masked_fill_(means.isinf(), torch.nan)  # a sum beyond float32, or Inf in the block
+            return Packed(self, meta, (means,))
         positive = support is not None
         buffers = ops.quantize_blocks(flat, geometry, self.block, row, self.group, self.bits, key, positive)
         return Packed(self, meta, buffers)
@@ -194,7 +196,10 @@ class BlockMean(Codec):
         area = self._faithful_sizes(meta.shape)[2]
         residual = ops.dequantize_groups(codes, side, meta.numel, area, area, self.bits, torch.float32, None)
         maps = self._spread_faithful(low, meta.shape)
-        return maps.add_(residual.view_as(maps)).to(meta.dtype).view(meta.shape)
+        maps.add_(residual.view_as(maps))
+        if meta.dtype == torch.float16:
+            maps.clamp_(-65504.0, 65504.0)  # the step, rounded up, may decode the largest to more
+        return maps.to(meta.dtype).view(meta.shape)
 
     def _faithful_nbytes(self, meta: TensorMeta) -> int:
         _, pooled, area = self._faithful_sizes(meta.shape)

@@ -152,7 +152,10 @@ def _widen(b: Any, kind: int) -> Any:
 
 @_inline
 def _narrow(x: Any, kind: int) -> Any:
-    """The 16 bits of the nearest value, ties to even, with the NaNs torch writes on x86."""
+    """The 16 bits of the nearest value, ties to even, with the NaNs torch writes on x86.
+
+    A finite value beyond float16 becomes its largest: the step, rounded up, may decode 65504 to more.
+    """
     b = _bits(x, U32)
     if kind == BFLOAT16:
         nearest = U32((b + 0x7FFF + ((b >> 16) & 1)) >> 16)
@@ -161,8 +164,9 @@ def _narrow(x: Any, kind: int) -> Any:
     normal = U32((rest - 0x38000000 + 0xFFF + ((rest >> 13) & 1)) >> 13)
     small = U32(_bits(_float(rest) + F32(0.5), U32) - 0x3F000000)  # the sum rounds at 2**-24
     huge = U32(0x7E00 | ((rest >> 13) & 0x3FF)) if rest > 0x7F800000 else U32(0x7C00)
-    near = small if rest < 0x38800000 else normal
-    return U16((huge if rest >= 0x47800000 else near) | U32((b >> 16) & 0x8000))
+    near = small if rest < 0x38800000 else min(normal, U32(0x7BFF))
+    near = U32(0x7BFF) if rest >= 0x47800000 else near
+    return U16((huge if rest >= 0x7F800000 else near) | U32((b >> 16) & 0x8000))
 
 
 @_plain
@@ -1243,7 +1247,7 @@ def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Te
     if kind is None or numel == 0 or not x.is_contiguous():
         return reference.pack_band(x, low, high, closed, nan)
     out = torch.empty(-(-numel // 8), dtype=torch.uint8)
-    first, last = (0, 0) if kind < 0 else _band(struct.pack("dd", low, high), closed, x.dtype)
+    first, last = (0, 0) if kind < 0 else _band(struct.pack("dd", low, high), closed)
     _run(
         "pack_band", -(-numel // 4096), numel, 5 * 4096 + 64,
         x.data_ptr(), kind, out.data_ptr(), numel, first, last, nan,
@@ -1252,12 +1256,12 @@ def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Te
 
 
 @lru_cache(256)
-def _band(bounds: bytes, closed: bool, dtype: torch.dtype) -> tuple[int, int]:
-    """The integers of ``_order`` between two bounds, which torch rounds to the dtype of the values.
+def _band(bounds: bytes, closed: bool) -> tuple[int, int]:
+    """The integers of ``_order`` between two bounds, compared in float32; an infinite end is no end.
 
     Keyed on the bits of the bounds, because 0.0 equals -0.0 and NaN does not equal NaN.
     """
-    low, high = torch.tensor(struct.unpack("dd", bounds), dtype=dtype).float()
+    low, high = torch.tensor(struct.unpack("dd", bounds), dtype=torch.float32)
     if low.isnan() or high.isnan():
         return 1, 0
     first, last = (int(b.view(torch.int32)) for b in (low, high))
@@ -1266,7 +1270,10 @@ def _band(bounds: bytes, closed: bool, dtype: torch.dtype) -> tuple[int, int]:
         first = -1 if closed else 0
     if high == 0:
         last = 0 if closed else -1
-    return (first, last) if closed else (first + 1, last - 1)
+    return (
+        first if closed or low == -torch.inf else first + 1,
+        last if closed or high == torch.inf else last - 1,
+    )
 
 
 def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, outside: float) -> Tensor:

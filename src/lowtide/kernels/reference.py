@@ -199,9 +199,7 @@ def _rows(x: Tensor, row: int) -> int:
     return 0 if row == 0 else x.numel() // row
 
 
-def quantize_groups(
-    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool
-) -> tuple[Tensor, Tensor]:
+def quantize_groups(x: Tensor, row: int, group: int, bits: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
     """Codes and side words of a flat tensor; with ``positive`` only values above zero set ranges."""
     return _quantize(x, x, row, group, bits, key, positive)
 
@@ -251,9 +249,14 @@ def dequantize_groups(
         cut = slice(g0 * full_bytes, g0 * full_bytes + (g1 - g0) * size)
         packed = codes[r0:r1, cut].reshape(-1, size)
         base, step = _side_values(packed, side[r0:r1, g0:g1].reshape(-1, 2))
-        x = base[:, None] + _unpack(packed, n, bits).to(torch.float32) * step[:, None]
+        x = _fit_dtype(base[:, None] + _unpack(packed, n, bits).to(torch.float32) * step[:, None], dtype)
         out2[r0:r1, g0 * group : g0 * group + (g1 - g0) * n] = x.view(r1 - r0, -1)
     return _restore_zeros(out, support)
+
+
+def _fit_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Finite values beyond float16 become its largest: the step, rounded up, may decode 65504 to more."""
+    return torch.where(x.isinf(), x, x.clamp(-65504.0, 65504.0)) if dtype == torch.float16 else x
 
 
 def _restore_zeros(out: Tensor, support: Tensor | None) -> Tensor:
@@ -309,7 +312,7 @@ def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dty
         for k in range(min(block, s3)):
             part = columns[:, :, :, k::block]
             total[:, :, :, : part.shape[3]] += part
-        low[o : o + step] = total / count[None, ..., None]
+        low[o : o + step] = _fit_dtype(total / count[None, ..., None], dtype)
     return low.view(-1)
 
 
@@ -325,7 +328,7 @@ def _spread(low: Tensor, geometry: Sequence[int], block: int) -> Tensor:
 def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
     """Each block filled with its mean: the inverse of :func:`block_means` on constant blocks."""
     low = low.view(low_shape(geometry, block))
-    return _spread(low, geometry, block).to(dtype).reshape(-1)
+    return _fit_dtype(_spread(low, geometry, block), dtype).to(dtype, copy=True).reshape(-1)
 
 
 def quantize_blocks(
@@ -373,7 +376,7 @@ def dequantize_blocks(
     step = max(1, _CHUNK // max(1, s1 * s2 * s3 * inner))
     for o in range(0, outer, step):
         spread = _spread(low5[o : o + step], geometry, block).to(torch.float32)
-        o5[o : o + step] = spread + r5[o : o + step]
+        o5[o : o + step] = _fit_dtype(spread + r5[o : o + step], dtype)
     return _restore_zeros(out, support)
 
 
@@ -381,14 +384,23 @@ def dequantize_blocks(
 
 
 def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
-    """One bit for each value, lowest bit first: is it between ``low`` and ``high``?"""
+    """One bit for each value, lowest bit first: is it between ``low`` and ``high``?
+
+    16-bit values are compared in float32, as torch's own kernels do. An infinite end is no end.
+    """
     out = x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
+    if x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        low, high = (float(torch.tensor(end, dtype=torch.float32)) for end in (low, high))
     for i in range(0, x.numel(), _CHUNK):
         piece = x[i : i + _CHUNK]
         if x.dtype == torch.bool:
             inside = piece
         else:
-            inside = (piece >= low) & (piece <= high) if closed else (piece > low) & (piece < high)
+            if piece.element_size() == 2:
+                piece = piece.to(torch.float32)
+            above = piece >= low if closed or low == -torch.inf else piece > low
+            below = piece <= high if closed or high == torch.inf else piece < high
+            inside = above & below
             if nan:
                 inside = inside | torch.isnan(piece)
         bits = torch.nn.functional.pad(inside.to(torch.uint8), (0, -piece.numel() % 8)).view(-1, 8)
@@ -431,9 +443,7 @@ def pack_uints(x: Tensor, offset: int, bits: int) -> Tensor:
             packed = ((piece ^ half) - half).to(_WIDE[bits]).view(torch.uint8)
         else:
             per_byte = 8 // bits
-            codes = torch.nn.functional.pad(piece.to(torch.uint8), (0, -piece.numel() % per_byte)).view(
-                -1, per_byte
-            )
+            codes = torch.nn.functional.pad(piece.to(torch.uint8), (0, -piece.numel() % per_byte)).view(-1, per_byte)
             packed = codes[:, 0].clone()
             for k in range(1, per_byte):
                 packed |= codes[:, k] << (k * bits)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SUBJECTS
-from nets import resnet50
 
 import lowtide
+from cases import SUBJECTS
 from lowtide.measure import run_child
+from nets import resnet50
 
 
 def ratio(model, loss, method, **options):

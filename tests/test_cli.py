@@ -147,9 +147,18 @@ def allocate(nbytes: int) -> torch.Tensor:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_peak_above_measures_an_allocation_and_forgets_earlier_peaks() -> None:
+    # In a child, where the allocator gives freed memory back; this process may serve 64 MiB from what it kept.
+    found = measure.run_child("test_cli:measure_peaks", {}, exact_rss=True)
+    assert found["large"] == pytest.approx(64 * MIB, rel=0.05)
+    assert found["nothing"] < 2 * MIB
+
+
+def measure_peaks(argument: dict[str, Any], emit: Any) -> dict[str, int]:
     allocate(256 * MIB)
-    assert measure.peak_above(lambda: allocate(64 * MIB)) == pytest.approx(64 * MIB, rel=0.05)
-    assert measure.peak_above(lambda: None) < 2 * MIB
+    return {
+        "large": measure.peak_above(lambda: allocate(64 * MIB)),
+        "nothing": measure.peak_above(lambda: None),
+    }
 
 
 def test_tensor_peak_counts_what_lives_at_once() -> None:

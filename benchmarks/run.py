@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import itertools
 import os
 import platform
 import statistics
@@ -101,6 +102,7 @@ def shaped(numel: int) -> torch.Tensor:
 
 def codec_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     """Seconds of encode, decode and copy_, interleaved so that noise hits all alike."""
+    tune(argument["allocator"])
     x = shaped(argument["numel"])
     target = torch.empty_like(x)
     found: dict[str, list[float]] = {}
@@ -127,8 +129,9 @@ def codec_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
 
 def run_codec(table: Table, full: bool) -> None:
     sizes = (10**4, 10**5, 10**6, 10**7, 25_690_112, 10**8) if full else (10**6, 25_690_112)
-    for numel in sizes:
-        found = run_child("run:codec_child", {"numel": numel, "repeats": 15 if full else 9}, exact_rss=False)
+    for numel, allocator in itertools.product(sizes, ("default", "tuned")):
+        argument = {"numel": numel, "repeats": 15 if full else 9, "allocator": allocator}
+        found = run_child("run:codec_child", argument, exact_rss=False)
         for name, seconds in found["seconds"].items():
             table.add(
                 [found["nbytes"] / s / 1e9 for s in seconds],
@@ -136,11 +139,15 @@ def run_codec(table: Table, full: bool) -> None:
                 subject=name,
                 size=found["nbytes"],
                 mode=name,
+                allocator=allocator,
                 metric="bandwidth",
                 unit="GB/s",
             )
         copy = statistics.median(found["seconds"]["copy_"])
-        print(f"\n{found['nbytes'] / 1e6:.1f} MB float32: bandwidth over that of copy_ ({copy * 1e3:.2f} ms)")
+        print(
+            f"\n{found['nbytes'] / 1e6:.1f} MB float32, {allocator} allocator: "
+            f"bandwidth over that of copy_ ({copy * 1e3:.2f} ms)"
+        )
         for name, seconds in found["seconds"].items():
             middle = statistics.median(seconds)
             print(f"  {name:28s} {copy / middle:6.2f}x  {middle * 1e3:9.3f} ms")
@@ -254,7 +261,7 @@ def run_step(table: Table, full: bool) -> None:
             subject,
             BATCH[subject],
             every if full else short,
-            9 if full else 5,
+            7 if full else 3,
             ("default", "tuned"),
         )
 
@@ -263,13 +270,16 @@ def run_step(table: Table, full: bool) -> None:
 
 
 def overhead_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
-    """Microseconds that pack and unpack add to a launch-bound step, for each packed tensor.
+    """Microseconds that a session adds to a launch-bound step, for each tensor it hooks.
 
-    The codec does nothing, so what remains is Python: capture, handles, hooks.
+    The codec does nothing, so what remains is Python: function mode, capture, handles, hooks, unpacking. One
+    thread, because waking a second one costs more than these ops do.
     """
+    torch.set_num_threads(1)
     subject = SUBJECTS[argument["subject"]](argument["batch"])
     null = NullCodec()
     found: dict[str, list[float]] = {"plain": [], "lowtide": []}
+    packing: list[float] = []
     packed = 0
     for repeat in range(argument["repeats"] + 3):
         for mode in ("plain", "lowtide"):
@@ -282,11 +292,44 @@ def overhead_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
             loss.backward()
             seconds = time.perf_counter() - start
             if mode == "lowtide":
-                packed = sum(s.codec == null.id for s in session.report().sites)
+                packed = sum(s.state in ("compressed", "shared") for s in session.report().sites)
             if repeat >= 3:
                 found[mode].append(seconds)
+    for _ in range(argument["repeats"]):  # apart, because the timers themselves cost time
+        session = lowtide.compress(subject.model, null, min_numel=0)
+        spent = add_timers(session)
+        with session:
+            loss = subject.loss(subject.model)
+        loss.backward()
+        packing.append(sum(spent) / packed * 1e6)
     pairs = zip(found["lowtide"], found["plain"], strict=True)
-    return {"microseconds": [(a - b) / packed * 1e6 for a, b in pairs], "packed": packed, **found}
+    return {
+        "session": [(a - b) / packed * 1e6 for a, b in pairs],
+        "pack and unpack": packing,
+        "packed": packed,
+        **found,
+    }
+
+
+def add_timers(session: lowtide.Session) -> list[float]:
+    """Collect the seconds spent in the session's own pack and unpack, one entry a call."""
+    spent: list[float] = []
+
+    def timed(name: str) -> None:
+        inner = getattr(session, name)
+
+        def run(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = inner(*arguments)
+            spent.append(time.perf_counter() - start)
+            return result
+
+        setattr(session, name, run)
+
+    for name in ("_visit", "_seal", "_unpack"):
+        timed(name)
+    session._capture._visit = session._visit
+    return spent
 
 
 class NullCodec(codecs.Codec):
@@ -311,17 +354,20 @@ class NullCodec(codecs.Codec):
 
 
 def run_overhead(table: Table, full: bool) -> None:
-    print("\nPython cost for each packed tensor (pack and unpack, no kernel)")
+    print("\nPython cost for each packed tensor, no kernel: pack and unpack alone, and the whole session")
     for subject in ("tiny-mlp", "tiny-cnn"):
         argument = {"subject": subject, "batch": BATCH[subject], "repeats": 200 if full else 60}
         found = run_child("run:overhead_child", argument, exact_rss=False)
         common = {"case": "overhead", "subject": subject, "size": found["packed"]}
-        table.add(found["microseconds"], **common, mode="lowtide", metric="time per packed tensor", unit="us")
+        for metric in ("pack and unpack", "session"):
+            table.add(found[metric], **common, mode="lowtide", metric=metric, unit="us per packed tensor")
         for mode in ("plain", "lowtide"):
             table.add(found[mode], **common, mode=mode, metric="time", unit="s")
-        cost, plain, ours = (statistics.median(found[k]) for k in ("microseconds", "plain", "lowtide"))
+        names = ("pack and unpack", "session", "plain", "lowtide")
+        packing, session, plain, ours = (statistics.median(found[name]) for name in names)
         print(
-            f"  {subject:10s} {cost:6.1f} us, {found['packed']} tensors, step {plain * 1e3:.2f} -> {ours * 1e3:.2f} ms"
+            f"  {subject:10s} {packing:5.1f} us, {session:5.1f} us, {found['packed']} tensors, "
+            f"step {plain * 1e3:.2f} -> {ours * 1e3:.2f} ms"
         )
 
 

@@ -94,8 +94,6 @@ def _environment(exact_rss: bool) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     # Without this ``-m`` puts the current folder first, and a stray json.py there breaks the child.
     environment["PYTHONSAFEPATH"] = "1"
-    # Threads that spin while they wait make times meaningless as soon as another job shares the cores.
-    environment.setdefault("GOMP_SPINCOUNT", "0")
     return environment | (EXACT_RSS if exact_rss else {})
 
 

@@ -212,49 +212,52 @@ class PoolOffsets(Codec):
         """The width, which is what matters in a report."""
         return f"{self.id}({self.bits} bits)"
 
-    def _starts(self, shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
-        """Position of each window's first tap along each spatial dimension, shaped to broadcast."""
-        starts = []
+    def _starts(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Where each window's first tap would lie in the plane, counted in values; shaped to broadcast."""
         dims = len(self.size)
+        starts = torch.zeros((), dtype=torch.int64, device=device)
         for d in range(dims):
             at = torch.arange(shape[d - dims], device=device) * self.stride[d] - self.padding[d]
-            starts.append(at.view((-1,) + (1,) * (dims - 1 - d)))
+            at = at * math.prod(self.size[d + 1 :])
+            starts = starts + at.view((-1,) + (1,) * (dims - 1 - d))
         return starts
+
+    def _distances(self, device: torch.device) -> Tensor:
+        """How far from its window's start each tap lies, counted in values."""
+        dims = len(self.size)
+        distances = torch.zeros((), dtype=torch.int64, device=device)
+        for d in range(dims):
+            at = torch.arange(self.kernel[d], device=device) * self.dilation[d] * math.prod(self.size[d + 1 :])
+            distances = distances + at.view((-1,) + (1,) * (dims - 1 - d))
+        return distances.reshape(-1)
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Raise :class:`NotRepresentable` if a position is not a tap of its window."""
         _, meta, layout = flatten(tensor)
-        tensor = rest = tensor if layout.dense else tensor.contiguous()
-        offset = torch.zeros_like(tensor)
-        scale = 1
-        valid = torch.ones((), dtype=torch.bool, device=tensor.device)
-        starts = self._starts(meta.shape, tensor.device)
-        for d in reversed(range(len(self.size))):
-            position = rest % self.size[d]
-            rest = rest // self.size[d]
-            distance = position - starts[d]
-            tap = distance // self.dilation[d]
-            valid = valid & ((distance % self.dilation[d] == 0) & (tap >= 0) & (tap < self.kernel[d])).all()
-            offset += tap * scale
-            scale *= self.kernel[d]
-        if not bool(valid & (rest == 0).all()):
+        tensor = tensor if layout.dense else tensor.contiguous()
+        if meta.numel == 0:
+            return Packed(self, meta, (tensor.new_empty(0, dtype=torch.uint8),))
+        distances = self._distances(tensor.device)
+        span = int(distances[-1]) + 1
+        none = len(distances)
+        table = torch.full((span,), none, dtype=torch.int32, device=tensor.device)
+        table[distances] = torch.arange(none, dtype=torch.int32, device=tensor.device)
+        found = tensor - self._starts(meta.shape, tensor.device)
+        low, high = (int(v) for v in torch.aminmax(found))
+        largest = int(tensor.max())
+        if low < 0 or high >= span or int(tensor.min()) < 0 or largest >= math.prod(self.size):
             raise NotRepresentable("a position lies outside its pooling window")
-        return Packed(self, meta, (ops.pack_uints(flatten(offset)[0], 0, self.bits),))
+        offset = table.take(flatten(found)[0])
+        if int(offset.max()) == none:
+            raise NotRepresentable("a position lies between the taps of its pooling window")
+        return Packed(self, meta, (ops.pack_uints(offset, 0, self.bits),))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """The positions in the input plane again."""
         meta = packed.meta
         flat = ops.unpack_uints(packed.buffers[0], meta.numel, self.bits, 0, torch.int64)
-        rest = flat.as_strided(meta.shape, meta.stride)
-        out = torch.zeros_like(rest)
-        scale = 1
-        starts = self._starts(meta.shape, flat.device)
-        for d in reversed(range(len(self.size))):
-            tap = rest % self.kernel[d]
-            rest = rest // self.kernel[d]
-            out += (starts[d] + tap * self.dilation[d]) * scale
-            scale *= self.size[d]
-        return out
+        found = self._distances(flat.device).take(flat).as_strided(meta.shape, meta.stride)
+        return found.add_(self._starts(meta.shape, flat.device)) if meta.numel else found
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """Whole bytes for all offsets together."""

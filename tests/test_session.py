@@ -718,3 +718,12 @@ def test_report_reads_as_text_and_json():
     assert "Gelu.self" in str(report)
     assert "1: Gelu.self" in report.table()
     assert "smaller sites" in report.table(rows=1)
+
+
+def test_report_names_kernels_that_fell_back(monkeypatch):
+    from lowtide import kernels
+
+    monkeypatch.setattr(kernels, "status", lambda: {"pack_band": "reference: no module", "pack_uints": "numba"})
+    with lowtide.compress(net(), "actnn") as session:
+        pass
+    assert session.report().notes == ("slow reference kernels served for pack_band (reference: no module)",)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import capture
+from . import capture, kernels
 from .capture import Capture, Site, Slot
 from .codecs import FLOATS, Codec, Mask, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
 from .codecs.base import layout_of
@@ -453,6 +453,9 @@ class Session:
             notes.append(f"torch {torch.__version__} hides saved tensors: nothing was compressed")
         if self._abilities.sole is None:
             notes.append("torch hides storage owners: tensors were encoded as soon as they were saved")
+        slow = {name: state for name, state in kernels.status().items() if not state.startswith("numba")}
+        if slow:
+            notes.append(f"slow reference kernels served for {', '.join(slow)} ({next(iter(slow.values()))})")
         return Report(_describe(self.method), rows, tuple(notes))
 
 

@@ -386,6 +386,20 @@ def test_a_threading_layer_that_aborts_when_shared() -> None:
     run(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue")
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_threads_are_those_of_torch() -> None:
+    run(
+        """
+        torch.set_num_threads(2)
+        check()
+        from lowtide.kernels import cpu
+        assert cpu._compiled.openmp.parallel is not None and '_team' in cpu._compiled.kernels
+        runtimes = {l.split()[-1] for l in open('/proc/self/maps') if 'gomp' in l or 'iomp' in l or 'libomp' in l}
+        assert len(runtimes) == 1, runtimes
+        """
+    )
+
+
 HIDE = """
     class Hide:
         def find_spec(self, name, path=None, target=None):

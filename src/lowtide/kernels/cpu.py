@@ -5,7 +5,7 @@ Imported on the first call of an operator, because importing Numba takes a secon
 How it is built
     A kernel is a C function ``(parameters, scratch, first, last)``: the address of an array of 64-bit
     integers (addresses, sizes, options), private memory, and the range of items to work on. One shape for
-    all kernels means one parallel launcher to compile, no signature per dtype, and no cost per argument.
+    all kernels means one way to launch them, no signature per dtype, and no cost per argument.
     16-bit floats are widened into scratch that stays in L1, so the arithmetic is compiled once, for float32.
     No fast-math flag anywhere: minima and maxima run on integers ordered like the floats they stand for, so
     loops vectorize, NaN shows up as an extreme, and nothing depends on what a compiler assumes.
@@ -13,6 +13,7 @@ How it is built
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import sys
@@ -970,29 +971,67 @@ def _call(typing: Any, function: Any, parameters: Any, scratch: Any, first: Any,
     return types.void(*[types.int64] * 5), generate
 
 
-def _launch(function: int, parameters: int, scratch: int, stride: int, items: int, chunks: int) -> None:
-    for c in numba.prange(chunks):
-        _call(function, parameters, scratch + c * stride, items * c // chunks, items * (c + 1) // chunks)
+@_intrinsic
+def _ask(typing: Any, function: Any) -> Any:
+    """Calls the C function ``int f(void)`` at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        found = builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [])
+        return builder.sext(found, ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+def _team(launch: int) -> None:
+    """What each thread of a team runs: its share of the items, with scratch of its own."""
+    p = _pointer(launch, types.int64)
+    thread, threads = _ask(p[0]), _ask(p[1])
+    function, parameters, scratch, stride, items = p[2], p[3], p[4], p[5], p[6]
+    first, last = items * thread // threads, items * (thread + 1) // threads
+    _call(function, parameters, scratch + thread * stride, first, last)
+
+
+class _OpenMP:
+    """The OpenMP runtime that torch itself uses: one pool of threads for torch's kernels and ours.
+
+    Numba's own threading layers bring a second runtime, whose waiting threads spin on the cores that torch's
+    next kernel needs; and one of them aborts the process when entered twice.
+    """
+
+    def __init__(self) -> None:
+        self.parallel: Any = None
+        for name in ("libgomp.so.1", "libomp.so", "libiomp5.so", "libomp.dylib"):
+            try:
+                library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # only if torch has loaded it
+                self.parallel = library.GOMP_parallel
+                self.asks = tuple(
+                    cast(int, ctypes.cast(function, ctypes.c_void_p).value)
+                    for function in (library.omp_get_thread_num, library.omp_get_num_threads)
+                )
+            except (OSError, AttributeError):
+                continue
+            self.parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+            self.parallel.restype = None
+            return
 
 
 _SMALL = 1 << 16  # values; below, starting threads costs more than they save
 _SERIES = "void(int64, int64, int64, int64)"
-_PARALLEL = "void(int64, int64, int64, int64, int64, int64)"
 
 
 class _Compiled:
-    """The kernels compiled so far, and what must not happen twice at once."""
+    """The kernels compiled so far."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, Any] = {}
-        self.launcher: Any = None
+        self.openmp = _OpenMP()
         self.announced = False
         self.renew()
 
     def renew(self) -> None:
-        """New locks, also for a forked child: a thread that it does not have may hold the old ones."""
+        """A new lock, also for a forked child: a thread that it does not have may hold the old one."""
         self.compiling = threading.RLock()
-        self.launching = threading.Lock()
 
     def kernel(self, name: str) -> Any:
         with self.compiling:
@@ -1001,20 +1040,11 @@ class _Compiled:
                 self.kernels[name] = self.build(lambda **o: numba.cfunc(_SERIES, **o, **options)(KERNELS[name]))
             return self.kernels[name]
 
-    def parallel(self) -> Any:
-        """The launcher, or False if there is no safe one."""
+    def team(self) -> Any:
         with self.compiling:
-            if self.launcher is None:
-                self.launcher = False
-                try:
-                    numba.get_num_threads()  # chooses the threading layer
-                    # Two threads in this layer abort the process, and one of them may be the user's.
-                    if numba.threading_layer() != "workqueue":
-                        options = {"parallel": True, "nogil": True}
-                        self.launcher = self.build(lambda **o: numba.njit(_PARALLEL, **o, **options)(_launch))
-                except Exception:  # no threading layer, or no way to compile for it: one thread serves
-                    pass
-            return self.launcher
+            if "_team" not in self.kernels:
+                self.kernels["_team"] = self.build(lambda **o: numba.cfunc("void(int64)", **o)(_team))
+            return self.kernels["_team"]
 
     def build(self, compile: Callable[..., Any]) -> Any:
         notice = type("Notice", (event.Listener,), {"on_start": self.announce, "on_end": lambda *_: None})
@@ -1051,26 +1081,16 @@ def _run(name: str, items: int, work: int, scratch: int, *parameters: int) -> No
     function = c.kernels.get(name) or c.kernel(name)
     words = array("q", parameters)
     address = words.buffer_info()[0]
-    threads = 1
     # A forked child has none of its parent's threads: OpenMP would hang or abort there.
-    if work >= _SMALL and os.getpid() == PROCESS:
-        threads = min(torch.get_num_threads(), items, numba.config.NUMBA_NUM_THREADS)
-    # A second Python thread works alone instead of waiting: not every layer may be entered twice.
-    if threads > 1 and c.launching.acquire(blocking=False):
-        try:
-            launcher = c.parallel() if c.launcher is None else c.launcher
-            if launcher:
-                stride = (scratch + 127) & ~63
-                memory = torch.empty(threads * stride, dtype=torch.uint8)
-                before = numba.get_num_threads()
-                numba.set_num_threads(threads)
-                try:
-                    launcher(function.address, address, memory.data_ptr(), stride, items, threads)
-                finally:
-                    numba.set_num_threads(before)
-                return
-        finally:
-            c.launching.release()
+    if work >= _SMALL and c.openmp.parallel is not None and os.getpid() == PROCESS:
+        threads = min(torch.get_num_threads(), items)
+        if threads > 1:
+            team = c.kernels.get("_team") or c.team()
+            stride = (scratch + 127) & ~63
+            memory = torch.empty(threads * stride, dtype=torch.uint8)
+            launch = array("q", (*c.openmp.asks, function.address, address, memory.data_ptr(), stride, items))
+            c.openmp.parallel(team.address, launch.buffer_info()[0], threads, 0)
+            return
     memory = torch.empty(scratch, dtype=torch.uint8)
     function.ctypes(address, memory.data_ptr(), 0, items)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -127,18 +129,20 @@ class WorstMethod(lowtide.Method):
 def test_gradient_error_falls_with_bits_and_stays_below_the_bound(name, method):
     """The bound: the same step with noise of the largest variance the quantizer can have.
 
-    Both errors are random. Over the thousands of rounded values of these nets their ratio to the root
-    mean square is within a factor 1.5, and the true variance is on average 2/3 of the largest.
+    Root mean squares over a few draws (the large net averages over enough values in one). The true variance is
+    on average 2/3 of the largest, so the ratio of the two is expected at 0.8; 1.5 leaves room for few draws.
     """
     from lowtide.methods import resolve
 
     _, exact, _ = train(name, steps=1)
+    draws = range(1 if name.startswith("resnet50") else 4)
     errors = {}
     for bits in (8, 4, 2):
         options = {"bits": bits, "propagating_bits": bits}
-        _, gradients, reports = train(name, method, steps=1, **options)
-        errors[bits] = distance(gradients, exact)
-        _, worst, _ = train(name, WorstMethod(resolve(method, options)), steps=1)
-        assert errors[bits] < 1.5 * distance(worst, exact)
-        assert reports[0].stored_nbytes < reports[0].plain_nbytes
+        worst = WorstMethod(resolve(method, options))
+        found = [train(name, method, steps=1, seed=seed, **options) for seed in draws]
+        bounds = [train(name, worst, steps=1, seed=seed) for seed in draws]
+        errors[bits] = math.sqrt(statistics.fmean(distance(g, exact) ** 2 for _, g, _ in found))
+        assert errors[bits] < 1.5 * math.sqrt(statistics.fmean(distance(g, exact) ** 2 for _, g, _ in bounds))
+        assert found[0][2][0].stored_nbytes < found[0][2][0].plain_nbytes
     assert 0 < errors[8] < errors[4] < errors[2]

@@ -291,6 +291,20 @@ def test_reports_what_other_hooks_hold():
     assert session.report().stored_nbytes == 0
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns about any global module hook
+def test_compiled_code_stays_exact_and_is_listed():
+    model, x = net(), torch.randn(64, 32)
+    expected = exact_gradients(model, lambda: model(x).sum().backward())
+    compiled = torch.compile(model, backend="aot_eager")
+    with lowtide.compress(model, "actnn", min_numel=0) as session:
+        loss = compiled(x).sum()
+    loss.backward()
+    torch._dynamo.reset()
+    for ours, exact in zip(gradients(model), expected, strict=True):
+        assert torch.allclose(ours, exact, rtol=1e-5, atol=1e-6)
+    assert {(s.site.op, s.state) for s in session.report().sites} == {("CompiledFunction", EXACT)}
+
+
 def test_unknown_ops_and_custom_functions_stay_exact_and_are_listed():
     model, batch, loss_fn = ZOO["custom-function"]()
     with lowtide.compress(model, "actnn", min_numel=0) as session:

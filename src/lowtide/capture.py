@@ -232,6 +232,8 @@ class Capture(TorchFunctionMode):
     ) -> Any:
         """Run the call, then look at what it saved."""
         result = func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling():
+            return result  # torch.compile traces us too; what the compiled code saves shows when it returns
         if isinstance(result, Tensor):
             node = result.grad_fn
             if node is not None:
@@ -319,6 +321,8 @@ class Capture(TorchFunctionMode):
         return Site(module, op, slot, ordinal)
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         name = self._names.get(module)
         if name is None or threading.get_ident() != self._thread:
             return
@@ -327,6 +331,8 @@ class Capture(TorchFunctionMode):
         self._path.append(name)
 
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         name = self._names.get(module)
         if name is None or threading.get_ident() != self._thread:
             return

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import __version__, capture, demo, kernels
+from .allocator import can_tune
 from .measure import ChildError
 from .methods import methods
 from .session import compress
@@ -92,6 +93,12 @@ def _doctor() -> int:
         except Exception as error:  # a doctor reports what it finds and goes on
             healthy = False
             print(f"  {name}: failed: {type(error).__name__}: {error}")
+    print("\nCPU allocator")
+    print(
+        "  glibc: lowtide.tune_cpu_allocator() keeps freed memory and saves page faults"
+        if can_tune()
+        else "  not glibc: lowtide.tune_cpu_allocator() has no effect"
+    )
     print("\nKernels on the CPU")
     for operator, served in kernels.status().items():
         print(f"  {operator}: {served}")

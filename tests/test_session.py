@@ -472,7 +472,204 @@ def test_nothing_is_packed_that_would_not_shrink():
         gc.collect()
 
 
+class Lambda(nn.Module):
+    """Two linear layers and a function of (first, second, input)."""
+
+    def __init__(self, function, width=64):
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(64, width), nn.Linear(width, 64), function
+
+    def forward(self, x):
+        return self.function(self.a, self.b, x)
+
+
+def relative_error(model, x, method, **options):
+    expected = exact_gradients(model, lambda: model(x).backward())
+    with lowtide.compress(model, method, min_numel=0, **options) as session:
+        loss = model(x)
+    loss.backward()
+    pairs = [(a, b) for a, b in zip(gradients(model), expected, strict=True) if b is not None]
+    off = sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
+    return float(off.sqrt()), session.report()
+
+
+@pytest.mark.parametrize("op", [lambda h: F.threshold(h, 0.0, 0.0), lambda h: F.hardtanh(h, 0.0, float("inf"))])
+def test_the_mask_of_an_input_is_not_taken_for_zeros(op):
+    """These ops save their input, negative values and all; only relu's output is rectified."""
+    model = Lambda(lambda a, b, x: op(h := a(x)).sum() + b(h).square().sum())
+    assert relative_error(model, torch.randn(128, 64), "actnn", bits=8)[0] < 0.02
+
+
+def test_values_nobody_reads_do_not_disturb_those_that_are_read():
+    for other in (1000.0, -float("inf")):
+        model = Lambda(lambda a, b, x, o=other: b(torch.cat([h := a(x), h.detach() * 0 + o], 1)[:, :64]).square().sum())
+        error, report = relative_error(model, torch.randn(128, 64), "actnn", bits=8)
+        assert error < 0.02
+        assert report.stored_nbytes < report.plain_nbytes / 4
+
+
+def test_a_copy_of_a_parameter_that_was_changed_is_no_mere_cast():
+    class Changed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.linear = nn.Parameter(torch.randn(64, 64)), nn.Linear(64, 64).bfloat16()
+
+        def forward(self, _):
+            h = self.w.to(torch.bfloat16)
+            with torch.no_grad():
+                h.clamp_(-0.3, 0.3)
+            return self.linear(h).float().square().sum()
+
+    assert relative_error(Changed(), None, "lossless")[0] == 0
+
+
+def test_fractional_powers_stay_exact():
+    model = Lambda(lambda a, b, x: b(h := a(x).square()).sum() + h.pow(1.5).sum())
+    error, report = relative_error(model, torch.randn(128, 64), "actnn")
+    assert error < 1
+    assert any("whole power" in s.why for s in report.sites)
+
+
+def test_slices_of_a_tensor_that_lives_anyway_are_not_copied():
+    heads = nn.ModuleList(nn.Linear(64, 1) for _ in range(3))
+    x = torch.randn(32, 16, 64)
+    with lowtide.compress(heads, "lossless") as session:
+        loss = sum(head(x[:, t]).sum() for t in range(16) for head in heads)
+        before = {h.raw.data_ptr() for h in _live_handles() if h.raw is not None}
+    start = x.untyped_storage().data_ptr()
+    assert before
+    assert all(start <= p < start + x.nbytes for p in before)
+    report = session.report()
+    assert (report.plain_nbytes, report.stored_nbytes, report.held_nbytes) == (0, 0, x.nbytes)
+    loss.backward()
+
+
+def test_what_an_unknown_op_keeps_is_exact_not_held():
+    model = Lambda(lambda a, b, x: torch.erf(h := a(x)).sum() + b(h).square().sum())
+    _, report = relative_error(model, torch.randn(128, 64), "actnn")
+    row = next(s for s in report.sites if s.plain_nbytes == 128 * 64 * 4 and s.site.module == "" and s.site.op == "Erf")
+    assert row.state == EXACT
+    assert row.stored_nbytes == row.plain_nbytes
+
+
+def test_shapes_of_held_tensors_and_frozen_weights_are_no_savings():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3).requires_grad_(False), nn.Conv2d(8, 8, 3))
+    model[0].bias.requires_grad_(True)
+    x = torch.randn(2, 3, 32, 32)
+    with lowtide.compress(model, "lossless", min_numel=0) as session:
+        loss = model(x).sum()
+    rows = {(s.site.module, s.site.slot): s for s in session.report().sites}
+    assert rows["0", "input"].state == HELD
+    assert not any(slot == "weight" for _, slot in rows)
+    loss.backward()
+
+
+def test_torch_func_inside_the_region_is_left_alone():
+    model, x = net(), torch.randn(4, 32)
+    expected = torch.func.grad(lambda z: model(z).square().sum())(x)
+    with lowtide.compress(model, "actnn", min_numel=0):
+        found = torch.func.grad(lambda z: model(z).square().sum())(x)
+    assert torch.equal(found, expected)
+
+
+def test_targets_of_any_range_are_accepted():
+    model = Lambda(lambda a, b, x: F.cross_entropy(a(x), torch.zeros(128, dtype=torch.long), ignore_index=-(2**40)))
+    assert relative_error(model, torch.randn(128, 64), "lossless")[0] == 0
+
+
+def test_a_decoded_tensor_does_not_outlive_its_graph():
+    model = Lambda(lambda a, b, x: (b(h := a(x)).sum(), h.square().sum()))
+    with lowtide.compress(model, "actnn", min_numel=0):
+        first, second = model(torch.randn(64, 64))
+    handles = [weakref.ref(h) for h in _live_handles()]
+    first.backward()
+    del first, second
+    assert all(h() is None for h in handles)
+
+
+def test_an_empty_report_says_so():
+    with lowtide.compress(net(), "actnn") as session:
+        pass
+    assert "nothing was saved for backward" in str(session.report())
+
+
 # ---------------------------------------------------------------- attach, plans, seeds
+
+
+def test_an_interrupt_does_not_leave_an_attached_session_open():
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.stop = nn.Linear(32, 32), True
+
+        def forward(self, x):
+            h = self.linear(x)
+            if self.stop:
+                raise KeyboardInterrupt
+            return h.sum()
+
+    model, x = Stops(), torch.randn(8, 32)
+    handle = lowtide.attach(model, "actnn", min_numel=0)
+    for recover in (lambda: model(x).backward(), handle.remove):
+        model.stop = True
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        model.stop = False
+        recover()
+        assert torch._C._len_torch_function_stack() == 0
+        assert not nn.modules.module._global_forward_hooks
+
+
+def test_remove_within_a_forward_leaves_nothing():
+    class Removes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            handle.remove()
+            return self.linear(x).sum()
+
+    model = Removes()
+    handle = lowtide.attach(model, "actnn")
+    model(torch.randn(8, 32)).backward()
+    assert torch._C._len_torch_function_stack() == 0
+    assert not nn.modules.module._global_forward_hooks
+
+
+def test_an_attached_model_may_be_called_from_another_thread():
+    inside, done = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            if threading.current_thread() is threading.main_thread():
+                inside.set()
+                done.wait(10)
+            return self.linear(x).sum()
+
+    model, failures = Waits(), []
+    handle = lowtide.attach(model, "actnn", min_numel=0)
+
+    def other():
+        inside.wait(10)
+        try:
+            model(torch.randn(4, 32)).backward()
+            failures.append(torch._C._len_torch_function_stack())
+        except Exception as error:
+            failures.append(error)
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    model(torch.randn(4, 32)).backward()
+    thread.join()
+    assert failures == [0]
+    assert torch._C._len_torch_function_stack() == 0
+    handle.remove()
 
 
 def test_attach_compresses_an_unchanged_loop_and_resumes_bit_for_bit():

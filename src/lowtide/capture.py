@@ -19,6 +19,8 @@ What it relies on, tested by :func:`probe` when a session opens
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -148,7 +150,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
     """The parameter that autocast copied to make ``tensor``, and whether the copy was transposed."""
     node: Any = tensor.grad_fn
-    if node is None:
+    if node is None or tensor._version != 0:  # changed in place since: no longer a mere copy
         return None
     transposed = node.name() == "TBackward0"
     if transposed:
@@ -161,6 +163,16 @@ def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
     parameter = leaf.variable
     shape = parameter.shape[::-1] if transposed else parameter.shape
     return (parameter, transposed) if shape == tensor.shape else None
+
+
+def calls_on_stack(module: nn.Module) -> int:
+    """How many calls of ``module`` are running in this thread."""
+    code = nn.Module._call_impl.__code__
+    frame, count = sys._getframe(1), 0
+    while frame is not None:
+        count += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
 
 
 def describe(node: Any) -> tuple[str, tuple[str, ...]]:
@@ -301,10 +313,11 @@ class Capture(TorchFunctionMode):
         if tensor is None:
             if not self._is_foreign(saved):
                 return
-        elif is_parameter(tensor):
+        elif type(tensor) is nn.Parameter or is_parameter(tensor):
             return
         elif type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
-            storage = tensor.untyped_storage()
+            with contextlib.suppress(NotImplementedError):  # a wrapper of torch.func hides its storage
+                storage = tensor.untyped_storage()
         self._visit(Slot(self._site(op, slot), tensor, storage, node, call, saved))
 
     def _is_foreign(self, saved: Any) -> bool:

@@ -44,7 +44,7 @@ class Report:
 
     @property
     def plain_nbytes(self) -> int:
-        """Bytes that plain PyTorch keeps for backward and nobody else keeps alive."""
+        """Bytes that plain PyTorch keeps for backward, without what is known to live anyway."""
         return sum(s.plain_nbytes for s in self.sites if s.state != HELD)
 
     @property
@@ -110,6 +110,8 @@ class Report:
             "  ".join((*(cell.ljust(w) for cell, w in zip(line[:5], widths, strict=True)), line[5])).rstrip()
             for line in lines
         )
+        if not self.plain_nbytes:
+            return "\n".join((f"{self.method}: nothing was saved for backward", *(f"note: {n}" for n in self.notes)))
         total = (
             f"{self.method}: {size(self.plain_nbytes)} saved by autograd, stored in "
             f"{size(self.stored_nbytes)} ({self.ratio:.1f}x less)"

@@ -44,6 +44,8 @@ class Rule:
     why: str
     spatial: bool = False
     codec: Callable[[Slot], Codec | None] | None = None
+    rectified: bool = False
+    """The tensor itself has no negative values, and its mask tells where it is zero."""
 
 
 def _shape_only(slot: Slot) -> Codec:
@@ -91,7 +93,8 @@ def _targets(slot: Slot) -> Codec | None:
     scores: Tensor = slot.scalar("self")
     ignored = _negative(int(slot.scalar("ignore_index")))
     classes = scores.shape[1 if scores.dim() > 1 else 0]
-    return Indices(min(0, ignored), max(classes - 1, ignored))
+    low, high = min(0, ignored), max(classes - 1, ignored)
+    return Indices(low, high) if high - low < 2**31 else None
 
 
 def _along_dim(slot: Slot) -> int:
@@ -183,7 +186,7 @@ RULES: dict[tuple[str, str], Rule] = {
         for slot in ("result1", "result2", "running_mean", "running_var")
     },
     # activations of which one bit is read; the ends and NaN as each kernel treats them
-    ("Relu", "result"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf)),
+    ("Relu", "result"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf), rectified=True),
     ("LeakyRelu", "self"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)),
     ("LeakyRelu1", "result"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)),
     ("Threshold", "self"): Rule(Need.LOSSLESS, "only the side is read", codec=_band("threshold", math.inf)),
@@ -268,7 +271,7 @@ RULES: dict[tuple[str, str], Rule] = {
 
 _FROZEN_CONV = Rule(Need.LOSSLESS, "the weight is frozen: only the shape is read", codec=_shape_only)
 _DERIVED_WEIGHT = Rule(Need.EXACT, "a weight made by other ops: its noise would reach every earlier layer")
-_NEGATIVE_POWER = Rule(Need.EXACT, "a power below 1: noise near zero would explode")
+_ROOT = Rule(Need.EXACT, "not a whole power: noise around zero would explode or leave its domain")
 
 
 def rule_for(slot: Slot) -> Rule | None:
@@ -281,6 +284,6 @@ def rule_for(slot: Slot) -> Rule | None:
         return _FROZEN_CONV
     if name == "mat2" and slot.call == "linear":
         return _DERIVED_WEIGHT
-    if op == "Pow" and not float(slot.scalar("exponent")) >= 1:
-        return _NEGATIVE_POWER
+    if op == "Pow" and not (float(exponent := slot.scalar("exponent")) >= 1 and float(exponent).is_integer()):
+        return _ROOT
     return rule

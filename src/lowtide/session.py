@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from . import capture, kernels
 from .capture import Capture, Site, Slot
-from .codecs import FLOATS, Codec, Mask, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
+from .codecs import FLOATS, Codec, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
 from .codecs.base import layout_of
 from .methods import Method, Use, resolve
 from .planner import Plan
@@ -32,7 +33,6 @@ MIN_NUMEL = 4096
 """Smaller tensors stay exact: they hold few bytes, and packing one costs some 20 microseconds."""
 
 _RECENT = 12
-_SUPPORT = Mask()
 _SHAPE_ONLY = ShapeOnly()
 _HALVES = (torch.bfloat16, torch.float16)
 _ticks = itertools.count()  # gives each session of a process its own rounding noise
@@ -41,7 +41,7 @@ _ticks = itertools.count()  # gives each session of a process its own rounding n
 class _Row:
     """One saved tensor in the making of a report; never holds a tensor."""
 
-    __slots__ = ("codecs", "meta", "plain", "site", "state", "stored", "why")
+    __slots__ = ("codecs", "kept", "meta", "plain", "site", "state", "stored", "why")
 
     def __init__(self, site: Site, meta: TensorMeta | None, state: str, plain: int, why: str | Site) -> None:
         self.site = site
@@ -50,6 +50,7 @@ class _Row:
         self.plain = self.stored = plain
         self.codecs: tuple[object, ...] = ()
         self.why = why
+        self.kept: str | None = None  # why autograd itself keeps this storage, if a slot is not hooked
 
     def compressed(self, stored: int, *codecs: object) -> None:
         self.state, self.stored, self.codecs = COMPRESSED, stored, codecs
@@ -69,15 +70,29 @@ class _Consumer(NamedTuple):
     site: Site
     need: Need
     spatial: bool
+    rectified: bool
     lossless: Codec | None
+    view: TensorMeta
+    offset: int
+
+
+class _Part:
+    """One encoded tensor: its values, if anyone reads them, and its lossless forms by codec."""
+
+    __slots__ = ("packs", "support", "values")
+
+    def __init__(self, values: Packed | None, packs: dict[Codec, Packed], support: Tensor | None) -> None:
+        self.values = values
+        self.packs = packs
+        self.support = support
 
 
 class _Handle:
     """One storage at one version, raw until only the graph owns it, packed from then on."""
 
     __slots__ = (
-        *("__weakref__", "base", "consumers", "identity", "noise", "numel", "packs", "raw", "readers"),
-        *("row", "values", "version", "views"),
+        *("__weakref__", "base", "consumers", "decoded", "identity", "noise", "numel", "parts", "raw"),
+        *("readers", "row", "version"),
     )
 
     def __init__(self, raw: Tensor, identity: int, base: TensorMeta | None, numel: int, noise: int, row: _Row) -> None:
@@ -89,20 +104,24 @@ class _Handle:
         self.noise = noise
         self.row = row
         self.consumers: list[_Consumer] = []
-        self.views: list[TensorMeta] = []
-        self.packs: dict[Codec, Packed] = {}
-        self.values: Packed | None = None
+        self.parts: dict[tuple[TensorMeta, int] | None, _Part] = {}
+        self.decoded: Tensor | None = None
         self.readers = 0
+
+    def views(self) -> dict[tuple[TensorMeta, int], list[_Consumer]]:
+        """The consumers of each part of the storage that was saved."""
+        found: dict[tuple[TensorMeta, int], list[_Consumer]] = {}
+        for consumer in self.consumers:
+            found.setdefault((consumer.view, consumer.offset), []).append(consumer)
+        return found
 
     def whole(self) -> TensorMeta:
         """The storage as one dense tensor, in the most telling shape known."""
-        for view in self.views:
+        base = self.base
+        for view in [c.view for c in self.consumers] + ([base] if base is not None else []):
             if view.numel == self.numel and layout_of(view.shape, view.stride).dense:
                 return view
-        base = self.base
-        if base is not None and base.numel == self.numel and layout_of(base.shape, base.stride).dense:
-            return base
-        shape, _, dtype = self.views[0]
+        shape, _, dtype = self.consumers[0].view
         last = shape[-1] if shape else 1
         if last > 1 and self.numel % last == 0:
             return TensorMeta((self.numel // last, last), (last, 1), dtype)
@@ -141,7 +160,11 @@ class _Recast:
 
     def unpack(self) -> Tensor:
         if capture.version_of(self.parameter) != self.version:
-            raise _changed_in_place(self.parameter.shape)
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.parameter.shape)} was modified by an inplace operation (an "
+                "optimizer step?) between forward and backward; lowtide casts parameters again for backward "
+                "instead of keeping autocast's copies, so call backward first"
+            )
         copy = self.parameter.detach().to(self.dtype)
         return copy.t() if self.transposed else copy
 
@@ -165,13 +188,14 @@ class Session:
         self._abilities = capture.probe()
         self._capture = Capture(model, self._visit, self._settle, self._start_forward)
         self._entered = 0
+        self._thread = 0
         self._noise = 0
         self._forwards = 0
         self._static: set[int] = set()
         self._handles: dict[int, weakref.ref[_Handle]] = {}
         self._recent: list[weakref.ref[_Handle]] = []
         self._waiting: deque[weakref.ref[_Handle]] = deque()
-        self._decoded: tuple[weakref.ref[_Handle], Tensor] | None = None
+        self._decoded: weakref.ref[_Handle] | None = None
         self._rows: list[_Row] = []
         self._counted: dict[int, tuple[weakref.ref[Any], _Row]] = {}
 
@@ -202,6 +226,7 @@ class Session:
         self._start_forward()
         self._capture.__enter__()
         self._entered = 1
+        self._thread = threading.get_ident()
 
     def _close(self) -> None:
         """Stop watching; encode what nobody holds, and note what somebody does."""
@@ -210,9 +235,18 @@ class Session:
         for reference in (*self._recent, *self._waiting):
             handle = reference()
             if handle is not None and not self._seal_if_ours(handle) and handle.raw is not None:
-                handle.row.state = HELD
-                handle.row.why = "still in use outside the graph when the forward ended"
+                self._leave(handle.row)
+        for storage, row in self._counted.values():
+            if row.codecs == (_SHAPE_ONLY,) and storage() is not None:
+                self._leave(row)
         self._forget()
+
+    def _leave(self, row: _Row) -> None:
+        """Say why a storage is still there: a slot of autograd's keeps it, or somebody outside."""
+        if row.kept is not None:
+            row.exact(row.kept)
+        else:
+            row.state, row.why = HELD, "still in use outside the graph when the forward ended"
 
     def _forget(self) -> None:
         self._handles.clear()
@@ -243,12 +277,16 @@ class Session:
         identity = capture.storage_id(storage)
         if identity in self._static or (tensor.dtype in _HALVES and self._recast(slot, identity)):
             return
-        rule = rule_for(slot)
+        try:
+            rule = rule_for(slot)
+            lossless = None if rule is None or rule.codec is None else rule.codec(slot)
+        except Exception as error:  # whatever a node says that no rule foresaw: exact, and listed
+            self._count(slot, identity, f"could not be judged: {type(error).__name__}: {error}", kept=True)
+            return
         if rule is None:
-            self._count(slot, identity, "no rule for this op")
+            self._count(slot, identity, "no rule for this op", kept=True)
             return
         need = rule.need
-        lossless = None if rule.codec is None else rule.codec(slot)
         if lossless is not None:
             if lossless == _SHAPE_ONLY:
                 self._count(slot, identity, rule.why, needs_values=False)
@@ -257,48 +295,44 @@ class Session:
                 return
             need = Need.LOSSLESS
         elif need is Need.EXACT:
-            self._count(slot, identity, rule.why)
+            self._count(slot, identity, rule.why, kept=True)
             return
         elif need is Need.LOSSLESS or tensor.dtype not in FLOATS:
-            self._count(slot, identity, f"{str(tensor.dtype).removeprefix('torch.')} values are kept exactly")
+            why = f"{str(tensor.dtype).removeprefix('torch.')} values are kept exactly"
+            self._count(slot, identity, why, kept=True)
             return
-        self._store(slot, identity, _Consumer(slot.site, need, rule.spatial, lossless), rule.why)
+        meta, offset = TensorMeta.of(tensor), tensor.storage_offset()
+        consumer = _Consumer(slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset)
+        self._store(slot, identity, consumer, rule.why)
 
     def _store(self, slot: Slot, identity: int, consumer: _Consumer, why: str) -> None:
         """Hook the slot to the handle of its storage."""
-        tensor = slot.tensor
-        meta = TensorMeta.of(tensor)
+        tensor, meta = slot.tensor, consumer.view
         handle = self._pending(identity)
-        if handle is not None and handle.version == capture.version_of(tensor) and handle.views[0].dtype is meta.dtype:
+        if (
+            handle is not None
+            and handle.version == capture.version_of(tensor)
+            and handle.consumers[0].view.dtype is meta.dtype
+        ):
             self._rows.append(_Row(slot.site, meta, SHARED, 0, handle.row.site))
         else:
             numel = tensor.numel()
             total = slot.storage.nbytes() // meta.dtype.itemsize
-            slice_of_large = numel * 4 < total
-            if numel < self._min_numel and not slice_of_large:
-                self._count(slot, identity, "small")
+            # A small tensor is not worth the trouble, unless it would keep a large storage alive.
+            if numel < self._min_numel and numel * 4 >= total:
+                self._count(slot, identity, "small", kept=True)
                 return
-            raw = tensor.detach()
-            base: TensorMeta | None = None
-            row = self._count(slot, identity, why, by_handle=not slice_of_large)
-            if slice_of_large:
-                # A view would keep the whole storage alive: copy the little that is needed.
-                raw = tensor = raw.clone(memory_format=torch.contiguous_format)
-                identity, total, meta = capture.storage_id(raw.untyped_storage()), numel, TensorMeta.of(raw)
-                row.compressed(raw.nbytes, Raw())
-                row.why = "a small part of a larger storage: copied, so that the rest can go"
-            elif numel != total and (whole := capture.base_of(tensor)) is not None:
-                base = TensorMeta.of(whole)
-            handle = _Handle(raw, identity, base, total, self._noise, row)
+            row = self._count(slot, identity, why, by_handle=True)
+            whole = capture.base_of(tensor) if numel != total else None
+            base = None if whole is None else TensorMeta.of(whole)
+            handle = _Handle(tensor.detach(), identity, base, total, self._noise, row)
             reference = weakref.ref(handle)
             self._handles[identity] = reference
-            if numel >= self._min_numel:
-                self._recent.append(reference)
+            self._recent.append(reference)
         handle.consumers.append(consumer)
-        handle.views.append(meta)
         if consumer.lossless is None:
             handle.readers += 1
-        light = _Reference(handle, meta, tensor.storage_offset(), consumer.lossless)
+        light = _Reference(handle, meta, consumer.offset, consumer.lossless)
         slot.saved.register_hooks(lambda _: light, self._unpack)
         if self._abilities.sole is None:
             self._seal_if_ours(handle)
@@ -321,11 +355,19 @@ class Session:
         return True
 
     def _count(
-        self, slot: Slot, identity: int, why: str, *, needs_values: bool = True, by_handle: bool = False
+        self,
+        slot: Slot,
+        identity: int,
+        why: str,
+        *,
+        needs_values: bool = True,
+        by_handle: bool = False,
+        kept: bool = False,
     ) -> _Row:
         """The row that carries the bytes of this slot's storage, made if there is none yet.
 
-        A storage that gets a handle is found through it; others are remembered by a weak reference.
+        A storage that gets a handle is found through it; others are remembered by a weak reference. ``kept``
+        says that the slot gets no hook, so that autograd keeps the storage as it is.
         """
         meta = TensorMeta.of(slot.tensor)
         handle = self._pending(identity)
@@ -336,8 +378,11 @@ class Session:
             self._rows.append(_Row(slot.site, meta, SHARED, 0, row.site))
             if needs_values and row.codecs == (_SHAPE_ONLY,):
                 row.exact(why)
+            if kept:
+                row.kept = f"{slot.site.op}.{slot.site.slot} keeps it: {why}"
             return row
         row = _Row(slot.site, meta, EXACT, slot.storage.nbytes(), why)
+        row.kept = why if kept else None
         self._rows.append(row)
         if not by_handle:
             self._counted[identity] = (weakref.ref(slot.storage), row)
@@ -375,45 +420,78 @@ class Session:
         return True
 
     def _seal(self, handle: _Handle, raw: Tensor) -> None:
-        meta = handle.whole()
+        """Encode the storage, or, where less than all of it is read, each part that is."""
+        views = handle.views()
+        plans: list[tuple[tuple[TensorMeta, int] | None, TensorMeta, int, list[_Consumer]]]
+        # The same stretch in another shape is no second part.
+        if sum([numel for _, numel in {(offset, view.numel) for view, offset in views}]) >= handle.numel:
+            plans = [(None, handle.whole(), 0, handle.consumers)]
+        else:
+            plans = [(key, key[0], key[1], consumers) for key, consumers in views.items()]
+        total, chosen = 0, []
+        for _, meta, _, consumers in plans:
+            codec, lossless, why = self._choose(meta, consumers)
+            if why is not None:
+                handle.row.why = why
+                return
+            total += (0 if codec is None else codec.packed_nbytes(meta)) + sum(
+                [c.packed_nbytes(meta) for c in lossless]
+            )
+            chosen.append((codec, lossless))
+        if total >= raw.untyped_storage().nbytes() and not any(type(codec) is Raw for codec, _ in chosen):
+            handle.row.why = "packing would not make it smaller"
+            return
+        try:
+            for (key, meta, offset, consumers), (codec, lossless) in zip(plans, chosen, strict=True):
+                tensor = raw
+                if raw.shape != meta.shape or raw.stride() != meta.stride or raw.storage_offset() != offset:
+                    tensor = raw.as_strided(meta.shape, meta.stride, offset)
+                handle.parts[key] = self._encode(handle, tensor, meta, consumers, codec, lossless)
+        except NotRepresentable as reason:
+            handle.parts.clear()
+            handle.row.why = f"kept exactly: {reason}"
+            return
+        handle.raw = None
+        used = [c for codec, lossless in chosen for c in (codec, *lossless) if c is not None]
+        handle.row.compressed(total, *dict.fromkeys(used))
+
+    def _choose(self, meta: TensorMeta, consumers: list[_Consumer]) -> tuple[Codec | None, list[Codec], str | None]:
+        """Codec for the values, lossless codecs, or why the tensor stays."""
         lossless: list[Codec] = []
         need, spatial, sites = Need.LOSSLESS, False, []
-        for consumer in handle.consumers:
+        for consumer in consumers:
             sites.append(consumer.site)
             spatial = spatial or consumer.spatial
             if consumer.lossless is None:
                 need = max(need, consumer.need)
             elif consumer.lossless not in lossless:
                 lossless.append(consumer.lossless)
-        total = 0
-        codec: Codec | None = None
-        if need is not Need.LOSSLESS:
-            codec = self.method.codec_for(Use(need, meta, spatial, tuple(sites)))
-            if codec is None:
-                handle.row.why = f"{self.method.name} keeps these values"
-                return
-            total = codec.packed_nbytes(meta)
-        for exact in lossless:
-            total += exact.packed_nbytes(meta)
-        if total >= raw.untyped_storage().nbytes() and type(codec) is not Raw:
-            handle.row.why = "packing would not make it smaller"
-            return
-        tensor = raw
-        if raw.shape != meta.shape or raw.stride() != meta.stride:
-            tensor = raw.as_strided(meta.shape, meta.stride, 0)
-        try:
-            packs = {exact: exact.encode(tensor, key=0) for exact in lossless} if lossless else {}
-        except NotRepresentable as reason:
-            handle.row.why = f"kept exactly: {reason}"
-            return
-        if codec is not None:
-            support = packs.get(_SUPPORT) if packs else None
-            key = _signed(_site_hash(sites[0]) ^ handle.noise)
-            handle.values = codec.encode(tensor, key=key, support=support.buffers[0] if support else None)
-            lossless.insert(0, codec)
-        handle.packs = packs
-        handle.raw = None
-        handle.row.compressed(total, *lossless)
+        if need is Need.LOSSLESS:
+            return None, lossless, None
+        if meta.numel < self._min_numel:
+            return Raw(), lossless, None
+        codec = self.method.codec_for(Use(need, meta, spatial, tuple(sites)))
+        return codec, lossless, None if codec is not None else f"{self.method.name} keeps these values"
+
+    def _encode(
+        self,
+        handle: _Handle,
+        tensor: Tensor,
+        meta: TensorMeta,
+        consumers: list[_Consumer],
+        codec: Codec | None,
+        lossless: list[Codec],
+    ) -> _Part:
+        packs = {exact: exact.encode(tensor, key=0) for exact in lossless} if lossless else {}
+        if codec is None:
+            return _Part(None, packs, None)
+        support = None
+        for consumer in consumers:
+            # Only a mask of the very tensor tells where it is zero, and only a rectified one has no other values.
+            if consumer.rectified and consumer.lossless is not None and consumer.view.numel == meta.numel:
+                support = packs[consumer.lossless].buffers[0]
+        key = _signed(_site_hash(consumers[0].site) ^ handle.noise)
+        return _Part(codec.encode(tensor, key=key, support=support), packs, support)
 
     # ------------------------------------------------------------ backward
 
@@ -424,23 +502,30 @@ class Session:
             if capture.version_of(raw) != handle.version:
                 raise _changed_in_place(reference.meta.shape)
             return reference.view(raw)
-        lossless = reference.lossless
-        return reference.view(self._decode(handle) if lossless is None else handle.packs[lossless].decode())
+        part = handle.parts.get(None)
+        if part is not None:
+            lossless = reference.lossless
+            whole = self._decode(handle, part) if lossless is None else part.packs[lossless].decode()
+            return reference.view(whole)
+        part = handle.parts[(reference.meta, reference.offset)]
+        packed = part.values if reference.lossless is None else part.packs[reference.lossless]
+        assert packed is not None
+        return packed.decode(part.support)
 
-    def _decode(self, handle: _Handle) -> Tensor:
+    def _decode(self, handle: _Handle, part: _Part) -> Tensor:
         """Decode; keep the result while the next reader may be the same handle's (q, k and v)."""
-        kept = self._decoded
+        last = self._decoded() if self._decoded is not None else None
+        decoded = handle.decoded
+        if last is not None:
+            last.decoded = None
         self._decoded = None
-        if kept is not None and kept[0]() is handle:
-            decoded = kept[1]
-        else:
-            kept = None
-            assert handle.values is not None
-            support = handle.packs.get(_SUPPORT)
-            decoded = handle.values.decode(support.buffers[0] if support is not None else None)
+        if decoded is None:
+            assert part.values is not None
+            decoded = part.values.decode(part.support)
         handle.readers -= 1
         if handle.readers > 0:
-            self._decoded = (weakref.ref(handle), decoded)
+            handle.decoded = decoded  # dies with the graph, if nobody comes for it
+            self._decoded = weakref.ref(handle)
         return decoded
 
     # ------------------------------------------------------------ report
@@ -500,9 +585,11 @@ class Attachment:
         ]
 
     def remove(self) -> None:
-        """Take the two hooks off the model; may be called again."""
+        """Take the two hooks off the model; may be called again, also within a forward."""
         while self._hooks:
             self._hooks.pop().remove()
+        if self._session._entered and self._session._thread == threading.get_ident():
+            self._session._close()
 
     def report(self) -> Report:
         """What was saved in the last forward, how it is stored, and why."""
@@ -524,9 +611,14 @@ class Attachment:
 
 def _opener(session: Session) -> Callable[..., None]:
     def open_session(module: nn.Module, args: Any) -> None:
+        if session._entered and session._thread != threading.get_ident():
+            return  # a forward in another thread stays exact
         if session._entered:
-            session._entered += 1  # the model calls itself
-        elif torch.is_grad_enabled():
+            if capture.calls_on_stack(module) > 1:
+                session._entered += 1  # the model calls itself
+                return
+            session._close()  # an interrupt, which skips closing hooks, ended the last forward
+        if torch.is_grad_enabled():
             session.step += 1
             session._open()
 
@@ -535,9 +627,11 @@ def _opener(session: Session) -> Callable[..., None]:
 
 def _closer(session: Session) -> Callable[..., None]:
     def close_session(module: nn.Module, args: Any, result: Any) -> None:
+        if not session._entered or session._thread != threading.get_ident():
+            return
         if session._entered > 1:
             session._entered -= 1
-        elif session._entered:
+        else:
             session._close()
 
     return close_session
@@ -571,6 +665,9 @@ def compress(
     :func:`lowtide.methods` with its ``options``, a codec to use for every value, or a plan. The
     model, torch's random streams and the loop are left as they were, also after an exception.
 
+    Sessions do not nest: within one, an inner one finds nothing left to do. Under autocast, call backward before the
+    optimizer's step, because copies of parameters are cast again instead of kept.
+
     Rounding noise depends on ``seed``, on how many sessions the process opened before, and on the
     site. Use :func:`attach` where a resumed run must repeat it.
 
@@ -597,7 +694,9 @@ def attach(
     """Compress every forward of ``model`` from now on, in a loop that does not change.
 
     Covers what happens inside ``model``'s forward; a loss computed outside stays exact. Forwards
-    under ``torch.no_grad()`` are left alone. ``handle.remove()`` undoes it.
+    under ``torch.no_grad()`` are left alone, and so are those in another thread while one is running.
+    ``handle.remove()`` undoes it; call it before pickling or copying the whole model (its ``state_dict`` is free
+    of hooks).
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))

@@ -1,0 +1,978 @@
+"""Every kernel again, written for Numba: the bytes of ``reference``, at the speed of memory.
+
+All compiled code is in this one file, because Numba's cache of a kernel looks at the file that holds it and at no
+other. ``cpu`` compiles and launches what is here.
+
+How it is built
+    A kernel is a C function ``(parameters, scratch, first, last)``: the address of an array of 64-bit
+    integers (addresses, sizes, options), private memory, and the range of items to work on. One shape for
+    all kernels means one way to launch them, no signature per dtype, and no cost per argument.
+    16-bit floats are widened into scratch that stays in L1, so the arithmetic is compiled once, for float32.
+    No fast-math flag anywhere: minima and maxima run on integers ordered like the floats they stand for, so
+    loops vectorize, NaN shows up as an extreme, and nothing depends on what a compiler assumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+# Some versions of Numba are typed and some are not; and no types describe code that Numba compiles.
+numba: Any = import_module("numba")
+types: Any = numba.types
+cgutils: Any = import_module("numba.core.cgutils")
+ir: Any = import_module("llvmlite.ir")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+
+U8, U16, U32, I32, U64, F32 = np.uint8, np.uint16, np.uint32, np.int32, np.uint64, np.float32
+_GOLDEN, _DITHER = np.uint32(0x9E3779B9), np.uint32(0x5BD1E995)
+_MIX1, _MIX2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+_S16, _S15 = np.uint32(16), np.uint32(15)
+_ZERO, _ULP = np.float32(0.0), np.float32(2.0**-24)
+_SMALLEST_STEP = np.float32(2.0**-126)
+_SPREAD_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1: their bits, in the top byte
+
+
+def _inline(function: F) -> F:
+    return cast(F, numba.njit(error_model="numpy", forceinline=True)(function))
+
+
+def _plain(function: F) -> F:
+    return cast(F, numba.njit(error_model="numpy")(function))
+
+
+def _intrinsic(function: Callable[..., Any]) -> Any:
+    return numba.extending.intrinsic(prefer_literal=True)(function)
+
+
+@_intrinsic
+def _pointer(typing: Any, address: Any, dtype: Any) -> Any:
+    """An address as a typed pointer: indexing it is one load or store, without Python's negative indices."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(dtype.dtype)(types.int64, dtype), generate
+
+
+@_intrinsic
+def _bits(typing: Any, value: Any, dtype: Any) -> Any:
+    """The same 32 bits as another type."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+    return dtype.dtype(value, dtype), generate
+
+
+@_intrinsic
+def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, in one instruction where there is one; only for products that are exact."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        real = ir.FloatType()
+        function = builder.module.declare_intrinsic("llvm.fmuladd", [real], ir.FunctionType(real, [real] * 3))
+        return builder.call(function, arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@_intrinsic
+def _prefetch(typing: Any, address: Any) -> Any:
+    """Asks for the cache line at an address, which need not be a valid one."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        options = [ir.Constant(word, option) for option in (0, 2, 1)]
+        builder.call(function, [builder.inttoptr(arguments[0], byte), *options])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+# ---------------------------------------------------------------- bits
+
+
+@_inline
+def _mix(x: Any) -> Any:
+    x = U32((x ^ (x >> _S16)) * _MIX1)
+    x = U32((x ^ (x >> _S15)) * _MIX2)
+    return U32(x ^ (x >> _S16))
+
+
+@_inline
+def _order(x: Any) -> Any:
+    """An integer that sorts as the float does; NaN lies beyond the infinities, -0.0 just below 0.0."""
+    b = _bits(x, I32)
+    return I32(b ^ I32(I32(b >> 31) & 0x7FFFFFFF))
+
+
+@_inline
+def _value(order: Any) -> Any:
+    return _bits(I32(order ^ I32(I32(order >> 31) & 0x7FFFFFFF)), F32)
+
+
+@_inline
+def _float(b: Any) -> Any:
+    return _bits(U32(b), F32)
+
+
+@_inline
+def _widen(b: Any, kind: int) -> Any:
+    if kind == BFLOAT16:
+        return _float(U32(b) << _S16)
+    b = U32(b)
+    sign = U32((b & 0x8000) << 16)
+    rest = U32(b & 0x7FFF)
+    scale = 0x70000000 if rest >= 0x7C00 else 0x38000000
+    small = _bits(F32(I32(rest)) * _ULP, U32)
+    return _float((small if rest < 0x400 else U32((rest << 13) + scale)) | sign)
+
+
+@_inline
+def _narrow(x: Any, kind: int) -> Any:
+    """The 16 bits of the nearest value, ties to even, with the NaNs torch writes on x86.
+
+    A finite value beyond float16 becomes its largest: the step, rounded up, may decode 65504 to more.
+    """
+    b = _bits(x, U32)
+    if kind == BFLOAT16:
+        nearest = U32((b + 0x7FFF + ((b >> 16) & 1)) >> 16)
+        return U16(0xFFFF if (b & 0x7FFFFFFF) > 0x7F800000 else nearest)
+    rest = U32(b & 0x7FFFFFFF)
+    normal = U32((rest - 0x38000000 + 0xFFF + ((rest >> 13) & 1)) >> 13)
+    small = U32(_bits(_float(rest) + F32(0.5), U32) - 0x3F000000)  # the sum rounds at 2**-24
+    huge = U32(0x7E00 | ((rest >> 13) & 0x3FF)) if rest > 0x7F800000 else U32(0x7C00)
+    near = small if rest < 0x38800000 else min(normal, U32(0x7BFF))
+    near = U32(0x7BFF) if rest >= 0x47800000 else near
+    return U16((huge if rest >= 0x7F800000 else near) | U32((b >> 16) & 0x8000))
+
+
+@_plain
+def _widen_run(source: int, target: int, n: int, kind: int) -> None:
+    s, t = _pointer(source, types.uint16), _pointer(target, types.float32)
+    if kind == BFLOAT16:
+        for i in range(n):
+            t[i] = _widen(s[i], BFLOAT16)
+    else:
+        for i in range(n):
+            t[i] = _widen(s[i], FLOAT16)
+
+
+@_plain
+def _narrow_run(source: int, target: int, n: int, kind: int) -> None:
+    s, t = _pointer(source, types.float32), _pointer(target, types.uint16)
+    if kind == BFLOAT16:
+        for i in range(n):
+            t[i] = _narrow(s[i], BFLOAT16)
+    elif kind == FLOAT16:
+        for i in range(n):
+            t[i] = _narrow(s[i], FLOAT16)
+    else:
+        f = _pointer(target, types.float32)
+        for i in range(n):
+            f[i] = s[i]
+
+
+# ---------------------------------------------------------------- one group
+
+
+@_plain
+def _range(values: int, n: int) -> tuple[Any, Any]:
+    v = _pointer(values, types.float32)
+    low, high = I32(0x7FFFFFFF), I32(-0x80000000)
+    for i in range(n):
+        o = _order(v[i])
+        low, high = min(low, o), max(high, o)
+    return low, high
+
+
+@_plain
+def _positive_range(values: int, source: int, n: int) -> tuple[Any, Any]:
+    v, s = _pointer(values, types.float32), _pointer(source, types.float32)
+    low, high = I32(0x7FFFFFFF), I32(-0x80000000)
+    for i in range(n):
+        o = _order(v[i])
+        out = s[i] <= _ZERO
+        low = min(low, I32(0x7FFFFFFF) if out else o)
+        high = max(high, I32(-0x80000000) if out else o)
+    return low, high
+
+
+@_inline
+def _code(x: Any, low: Any, inverse: Any, top: Any, random: Any) -> Any:
+    scaled = _fused(F32(I32(random)), _ULP, (x - low) * inverse)  # exact product: the rounding of a plain sum
+    scaled = scaled if scaled > _ZERO else _ZERO  # NaN (of a value outside the range) becomes 0
+    return U32(I32(scaled if scaled < top else top))
+
+
+@_inline
+def _four(v: Any, j: int, lane: int, low: Any, inverse: Any, top: Any, seed: Any, dither: Any) -> Any:
+    """The codes of the four values that share a hash, one in each byte."""
+    w = _mix(seed)
+    a = _code(v[j], low, inverse, top, ((w & 0xFF) << 16) | dither)
+    b = _code(v[j + lane], low, inverse, top, ((w & 0xFF00) << 8) | dither)
+    c = _code(v[j + 2 * lane], low, inverse, top, (w & 0xFF0000) | dither)
+    d = _code(v[j + 3 * lane], low, inverse, top, ((w >> 8) & 0xFF0000) | dither)
+    return U32(a | (b << 8) | (c << 16) | (d << 24))
+
+
+@_plain
+def _fit(values: int, source: int, n: int, bits: int, positive: int, codes: int, side: int) -> None:
+    """The side words of a group, and its codes if they are not needed or carry a bit of a constant."""
+    p, words = _pointer(codes, types.uint8), _pointer(side, types.uint16)
+    first, last = _positive_range(values, source, n) if positive else _range(values, n)
+    if first > last:
+        first, last = I32(0), I32(0)
+    finite = last < 0x7F800000 and first >= -0x7F800000
+    low, high = _value(first) + _ZERO, _value(last) + _ZERO
+    exact = _bits(low, U32)
+    low_word = U32((exact >> 16) + (1 if exact >> 31 and exact & 0xFFFF else 0))
+    step = (high - _float(U32(low_word << 16))) / F32((1 << bits) - 1)
+    step_bits = _bits(step if step > _SMALLEST_STEP else _SMALLEST_STEP, U32)
+    step_word = U32((step_bits >> 16) + (1 if step_bits & 0xFFFF else 0))
+    if finite and low == high:
+        words[0], words[1] = U16(exact >> 16), U16(0x8000 | ((exact & 0xFFFF) >> 1))
+    elif finite and low_word & 0x7F80 != 0x7F80 and step_word < 0x7F80:
+        words[0], words[1] = U16(low_word), U16(step_word)
+        return
+    else:
+        words[0], words[1], exact = U16(0x7FC0), U16(0), U32(0)
+    for j in range((n * bits + 7) >> 3):
+        p[j] = U8(0)
+    p[0] = U8(exact & 1)
+
+
+@_plain
+def _fill(values: int, n: int, bits: int, h: Any, codes: int, side: int, scratch: int) -> None:
+    """The codes of a group whose side words are known."""
+    v, words = _pointer(values, types.float32), _pointer(side, types.uint16)
+    if words[1] == 0 or words[1] & 0x8000:
+        return
+    p, c = _pointer(codes, types.uint8), _pointer(codes if bits == 8 else scratch, types.uint8)
+    low, top = _float(U32(words[0]) << 16), F32((1 << bits) - 1)
+    inverse = F32(1.0) / _float(U32(words[1]) << 16)
+    dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
+    lane, size = (n + 3) >> 2, (n * bits + 7) >> 3
+    if bits == 2 and n & 3 == 0:
+        for j in range(lane):
+            q = _four(v, j, lane, low, inverse, top, h, dither)
+            p[j] = U8(q | (q >> 6) | (q >> 12) | (q >> 18))
+            h = U32(h + _GOLDEN)
+        return
+    if bits == 4 and n & 3 == 0:
+        for j in range(lane):
+            q = _four(v, j, lane, low, inverse, top, h, dither)
+            q |= q >> 12
+            p[j], p[j + lane] = U8(q), U8(q >> 8)
+            h = U32(h + _GOLDEN)
+        return
+    full = max(n - 3 * lane, 0)
+    for j in range(full):
+        q = _four(v, j, lane, low, inverse, top, h, dither)
+        c[j], c[j + lane], c[j + 2 * lane], c[j + 3 * lane] = U8(q), U8(q >> 8), U8(q >> 16), U8(q >> 24)
+        h = U32(h + _GOLDEN)
+    for j in range(full, lane):
+        w = _mix(h)
+        for e in range(j, n, lane):
+            c[e] = U8(_code(v[e], low, inverse, top, ((w & 0xFF) << 16) | dither))
+            w = U32(w >> 8)
+        h = U32(h + _GOLDEN)
+    if bits < 8:
+        for j in range(size):
+            p[j] = c[j]
+        for k in range(1, 8 // bits):
+            for j in range(min(size, n - k * size)):
+                p[j] |= U8(c[k * size + j] << (k * bits))
+
+
+@_inline
+def _start(g: int, row: int, group: int) -> int:
+    """The first value of group ``g``."""
+    per_row = (row + group - 1) // group
+    return g // per_row * row + g % per_row * group
+
+
+@_inline
+def _group_at(position: int, row: int, group: int) -> int:
+    """The group that holds a value."""
+    return position // row * ((row + group - 1) // group) + position % row // group
+
+
+@_plain
+def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: int, ahead: int) -> None:
+    """Groups whose values lie one after another; ``source`` says which values count if positive.
+
+    All ranges first: they are independent, so the latency of one hides behind the next.
+    """
+    codes, side, row, group, bits, positive, key, key_high = p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9]
+    full, rest = row // group, row % group
+    size, last_size = (group * bits + 7) >> 3, (rest * bits + 7) >> 3
+    per_row = full + (1 if rest else 0)
+    codes += first // per_row * (full * size + last_size) + first % per_row * size
+    at, byte, column = 0, 0, first % per_row
+    for g in range(first, last):
+        n = rest if column == full else group
+        for i in range(0, 4 * n if ahead else 0, 128):
+            _prefetch(ahead + 4 * at + i)
+        _fit(values + 4 * at, source + 4 * at, n, bits, positive, codes + byte, side + 4 * g)
+        at, byte, column = at + n, byte + ((n * bits + 7) >> 3), 0 if column + 1 == per_row else column + 1
+    at, byte, column = 0, 0, first % per_row
+    for g in range(first, last):
+        n = rest if column == full else group
+        h = _mix(U32(_mix(U32(g + key)) ^ U32(key_high)))
+        for i in range(64, 4 * n if ahead else 0, 128):
+            _prefetch(ahead + 4 * at + i)
+        _fill(values + 4 * at, n, bits, h, codes + byte, side + 4 * g, scratch)
+        at, byte, column = at + n, byte + ((n * bits + 7) >> 3), 0 if column + 1 == per_row else column + 1
+
+
+@_plain
+def _decode(p: Any, values: int, first: int, last: int) -> None:
+    """Groups one after another into float32 values."""
+    codes, side, row, group, bits = p[2], p[3], p[4], p[5], p[6]
+    full, rest = row // group, row % group
+    size, last_size, mask = (group * bits + 7) >> 3, (rest * bits + 7) >> 3, (1 << bits) - 1
+    per_row = full + (1 if rest else 0)
+    codes += first // per_row * (full * size + last_size) + first % per_row * size
+    column = first % per_row
+    for g in range(first, last):
+        n, bytes_ = (rest, last_size) if column == full else (group, size)
+        c, words, v = (
+            _pointer(codes, types.uint8),
+            _pointer(side + 4 * g, types.uint16),
+            _pointer(values, types.float32),
+        )
+        base, second = U32(words[0]) << 16, U32(words[1])
+        if second & 0x8000:
+            base |= ((second & 0x7FFF) << 1) | (c[0] & 1)
+            second = U32(0)
+        low, step = _float(base), _float(U32(second << 16))
+        for k in range(8 // bits):
+            for j in range(min(bytes_, n - k * bytes_)):
+                v[k * bytes_ + j] = low + F32(I32((c[j] >> (k * bits)) & mask)) * step
+        values, codes, column = values + 4 * n, codes + bytes_, 0 if column + 1 == per_row else column + 1
+
+
+@_plain
+def _zero_run(support: int, first: int, n: int, values: int) -> None:
+    """Values whose bit, counted from bit ``first`` of ``support``, is 0 become 0.0."""
+    m, v = _pointer(support, types.uint8), _pointer(values, types.uint32)
+    i = 0
+    while i < n and (first + i) & 7:
+        v[i] &= U32(-((m[(first + i) >> 3] >> ((first + i) & 7)) & 1))
+        i += 1
+    for j in range((n - i) >> 3):
+        byte = U32(m[((first + i) >> 3) + j])
+        for k in range(8):
+            v[i + 8 * j + k] &= U32(-(U32(byte >> U32(k)) & 1))
+    for e in range(i + ((n - i) & ~7), n):
+        v[e] &= U32(-((m[(first + e) >> 3] >> ((first + e) & 7)) & 1))
+
+
+# ---------------------------------------------------------------- one slab: up to ``block`` lines
+#
+# Blocks cut a tensor (outer, s1, s2, s3, inner) along its first long dimension into slabs that are contiguous,
+# as are their means. A line is what that dimension steps over: ``rows`` rows of ``width`` positions of ``inner``.
+
+
+def _each_row(builder: Any, lines: Any, line: Any, rows: Any, row: Any) -> Iterator[Any]:
+    """Code for two loops around what the caller builds: the offset in bytes of each row of each line."""
+    with cgutils.for_range(builder, lines) as i, cgutils.for_range(builder, rows) as r:
+        offset = builder.add(builder.mul(i.index, line), builder.mul(r.index, row))
+        yield builder.mul(offset, ir.Constant(ir.IntType(64), 4))
+
+
+@_intrinsic
+def _column_sum(typing: Any, address: Any, lines: Any, line: Any, rows: Any, row: Any, total: Any, lanes: Any) -> Any:
+    """``total`` plus each of ``lanes`` columns, summed over lines and rows (sizes of a step in values).
+
+    In vectors by hand: the order of the sums is fixed, which keeps a compiler from finding them.
+    """
+    count = lanes.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, lines, line, rows, row, total, _ = arguments
+        vector = ir.VectorType(ir.FloatType(), count)
+        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * count))
+        for at in _each_row(builder, lines, line, rows, row):
+            source = builder.inttoptr(builder.add(address, at), vector.as_pointer())
+            builder.store(builder.fadd(builder.load(sums), builder.load(source, align=4)), sums)
+        columns = builder.load(sums)
+        for k in range(count):
+            total = builder.fadd(total, builder.extract_element(columns, ir.Constant(ir.IntType(32), k)))
+        return total
+
+    return types.float32(*[types.int64] * 5, types.float32, lanes), generate
+
+
+@_intrinsic
+def _column_add(
+    typing: Any, address: Any, lines: Any, line: Any, rows: Any, row: Any, value: Any, target: Any, lanes: Any
+) -> Any:
+    """``lanes`` columns of ``address`` plus ``value``, into the same places of ``target``."""
+    count = lanes.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, lines, line, rows, row, value, target, _ = arguments
+        vector = ir.VectorType(ir.FloatType(), count)
+        spread = ir.Constant(vector, ir.Undefined)
+        for k in range(count):
+            spread = builder.insert_element(spread, value, ir.Constant(ir.IntType(32), k))
+        for at in _each_row(builder, lines, line, rows, row):
+            source = builder.inttoptr(builder.add(address, at), vector.as_pointer())
+            to = builder.inttoptr(builder.add(target, at), vector.as_pointer())
+            builder.store(builder.fadd(builder.load(source, align=4), spread), to, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, types.float32, types.int64, lanes), generate
+
+
+@_plain
+def _sum_block(x: int, wide: int, lines: int, line: int, rows: int, row: int) -> Any:
+    total = _ZERO
+    while wide >= 8:
+        total = _column_sum(x, lines, line, rows, row, total, 8)
+        x, wide = x + 32, wide - 8
+    if wide & 4:
+        total = _column_sum(x, lines, line, rows, row, total, 4)
+        x += 16
+    if wide & 2:
+        total = _column_sum(x, lines, line, rows, row, total, 2)
+        x += 8
+    return _column_sum(x, lines, line, rows, row, total, 1) if wide & 1 else total
+
+
+@_plain
+def _add_block(x: int, to: int, value: Any, wide: int, lines: int, line: int, rows: int, row: int) -> None:
+    while wide >= 8:
+        _column_add(x, lines, line, rows, row, value, to, 8)
+        x, to, wide = x + 32, to + 32, wide - 8
+    if wide & 4:
+        _column_add(x, lines, line, rows, row, value, to, 4)
+        x, to = x + 16, to + 16
+    if wide & 2:
+        _column_add(x, lines, line, rows, row, value, to, 2)
+        x, to = x + 8, to + 8
+    if wide & 1:
+        _column_add(x, lines, line, rows, row, value, to, 1)
+
+
+@_plain
+def _even_means(x: int, lines: int, width: int, means: int) -> None:
+    """The means of the blocks, eight wide, that fit in ``lines`` of ``width`` values."""
+    m = _pointer(means, types.float32)
+    if lines == 8:
+        for b in range(width >> 3):
+            m[b] = _column_sum(x + 32 * b, 1, 0, 8, width, _ZERO, 8) * F32(1 / 64)
+    else:
+        for b in range(width >> 3):
+            m[b] = _column_sum(x + 32 * b, 1, 0, lines, width, _ZERO, 8) / F32(8 * lines)
+
+
+@_plain
+def _even_add(x: int, lines: int, width: int, means: int, target: int, near: bool) -> None:
+    """Block by block if the target is near (in L1), which is less work; else in order, as memory likes it."""
+    m = _pointer(means, types.float32)
+    if near and lines == 8:
+        for b in range(width >> 3):
+            _column_add(x + 32 * b, 1, 0, 8, width, m[b], target + 32 * b, 8)
+    elif near:
+        for b in range(width >> 3):
+            _column_add(x + 32 * b, 1, 0, lines, width, m[b], target + 32 * b, 8)
+    else:
+        for a in range(0, 4 * lines * width, 4 * width):
+            for b in range(width >> 3):
+                _column_add(x + a + 32 * b, 1, 0, 1, 0, m[b], target + a + 32 * b, 8)
+
+
+@_plain
+def _deep_means(x: int, lines: int, shape: Any, sums: int, means: int) -> None:
+    """The means of a slab whose innermost values belong to different blocks."""
+    rows, width, inner, block, _ = shape
+    v, s, m = _pointer(x, types.float32), _pointer(sums, types.float32), _pointer(means, types.float32)
+    length, at = width * inner, 0
+    for first in range(0, rows, block):
+        tall = min(block, rows - first)
+        for c in range(length):
+            s[c] = _ZERO
+        for i in range(lines):
+            for r in range(first, first + tall):
+                for c in range(length):
+                    s[c] += v[(i * rows + r) * length + c]
+        for b in range(0, width, block):
+            wide = min(block, width - b)
+            for c in range(inner):
+                m[at + c] = _ZERO
+            for k in range(b, b + wide):
+                for c in range(inner):
+                    m[at + c] += s[k * inner + c]
+            count = F32(lines * tall * wide)
+            for c in range(inner):
+                m[at + c] /= count
+            at += inner
+
+
+@_plain
+def _deep_add(x: int, lines: int, shape: Any, means: int, target: int) -> None:
+    rows, width, inner, block, blocks = shape
+    v, t, m = _pointer(x, types.float32), _pointer(target, types.float32), _pointer(means, types.float32)
+    for i in range(lines):
+        for r in range(rows):
+            for w in range(width):
+                at, mean = ((i * rows + r) * width + w) * inner, (r // block * blocks + w // block) * inner
+                for c in range(inner):
+                    t[at + c] = v[at + c] + m[mean + c]
+
+
+@_plain
+def _slab_means(x: int, lines: int, shape: Any, sums: int, means: int) -> None:
+    rows, width, inner, block, blocks = shape
+    if inner > 1:
+        _deep_means(x, lines, shape, sums, means)
+        return
+    m, even = _pointer(means, types.float32), 0
+    if rows == 1 and block == 8:
+        _even_means(x, lines, width, means)
+        even = width >> 3
+    for first in range(0, rows, block):
+        tall = min(block, rows - first)
+        for b in range(even, blocks):
+            wide = min(block, width - b * block)
+            corner = x + 4 * (first * width + b * block)
+            if rows == 1:
+                total = _sum_block(corner, wide, 1, 0, lines, width)
+            else:
+                total = _sum_block(corner, wide, lines, rows * width, tall, width)
+            m[first // block * blocks + b] = total / F32(lines * tall * wide)
+
+
+@_plain
+def _slab_add(x: int, lines: int, shape: Any, means: int, target: int, near: bool) -> None:
+    """Each value of a slab plus its mean."""
+    rows, width, inner, block, blocks = shape
+    if inner > 1:
+        _deep_add(x, lines, shape, means, target)
+        return
+    m, even = _pointer(means, types.float32), 0
+    if rows == 1 and block == 8:
+        _even_add(x, lines, width, means, target, near)
+        even = width >> 3
+    for first in range(0, rows, block):
+        tall = min(block, rows - first)
+        for b in range(even, blocks):
+            wide = min(block, width - b * block)
+            corner = 4 * (first * width + b * block)
+            value = m[first // block * blocks + b]
+            if rows == 1:
+                _add_block(x + corner, target + corner, value, wide, 1, 0, lines, width)
+            else:
+                _add_block(x + corner, target + corner, value, wide, lines, rows * width, tall, width)
+
+
+# ---------------------------------------------------------------- kernels
+
+
+BATCH = 2048  # values worked on at once where several groups or slabs fit: they stay in L1
+
+
+KERNELS: dict[str, Callable[[int, int, int, int], None]] = {}
+
+
+def _kernel(function: F) -> F:
+    KERNELS[function.__name__.removeprefix("_kernel_")] = function
+    return function
+
+
+@_kernel
+def _kernel_quantize_groups(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, kind, row, group = p[0], p[1], p[4], p[5]
+    wide = scratch + ((group + 63) & ~63)
+    step = max(1, BATCH // group)
+    for g in range(first, last, step):
+        stop = min(g + step, last)
+        start = _start(g, row, group)
+        values = x + 4 * start
+        if kind != FLOAT32:
+            values = wide
+            _widen_run(x + 2 * start, wide, _start(stop, row, group) - start, kind)
+        _encode(p, values, values, g, stop, scratch, 0)
+
+
+@_kernel
+def _kernel_dequantize_groups(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    out, kind, row, group, support = p[0], p[1], p[4], p[5], p[7]
+    step = max(1, BATCH // group)
+    for g in range(first, last, step):
+        stop = min(g + step, last)
+        start = _start(g, row, group)
+        n = _start(stop, row, group) - start
+        values = out + 4 * start if kind == FLOAT32 else scratch
+        _decode(p, values, g, stop)
+        if support:
+            _zero_run(support, start, n, values)
+        if kind != FLOAT32:
+            _narrow_run(scratch, out + 2 * start, n, kind)
+
+
+@_inline
+def _next(line: int, lines: int, depth: int) -> int:
+    return 0 if line + lines == depth else line + lines
+
+
+@_inline
+def _batch(start: int, line: int, end: int, depth: int, block: int, length: int) -> int:
+    """Values of the slabs from ``start`` on that are worked on at once."""
+    n = 0
+    while n < BATCH and start + n < end:
+        lines = min(block, depth - line)
+        n, line = n + lines * length, _next(line, lines, depth)
+    return n
+
+
+@_kernel
+def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, kind, row, group, positive = p[0], p[1], p[4], p[5], p[7]
+    low, depth, shape, per_slab = p[10], p[11], (p[12], p[13], p[14], p[15], p[16]), p[17]
+    length, block, slabs = p[12] * p[13] * p[14], p[15], -(-depth // p[15])
+    # Scratch: codes of a group, sums, means, widened slabs, residual, widened source.
+    room = BATCH + block * length
+    sums = scratch + ((group + 63) & ~63)
+    means = sums + 4 * p[13] * p[14]
+    slab = means + 4 * room
+    residual = slab + (0 if kind == FLOAT32 else 4 * room)
+    wide = residual + 4 * (room + group)
+    d, m = _pointer(residual, types.float32), _pointer(means, types.float32)
+    begin, end = _start(first, row, group), _start(last, row, group)
+    at = begin // (depth * length) * slabs + begin % (depth * length) // (block * length)
+    line = at % slabs * block
+    start = (at // slabs * depth + line) * length
+    g, have, done = first, 0, begin - start
+    while g < last:
+        n = _batch(start, line, end, depth, block, length)
+        source = x + 4 * start
+        if kind != FLOAT32:
+            source = slab
+            _widen_run(x + 2 * start, slab, n, kind)
+        position, here, count = 0, line, 0
+        while position < n:
+            lines = min(block, depth - here)
+            _slab_means(source + 4 * position, lines, shape, sums, means + 4 * count)
+            position, here, count = position + lines * length, _next(here, lines, depth), count + per_slab
+        skip = 0 if start >= begin else per_slab  # the range in which a slab starts writes its means
+        _narrow_run(means + 4 * skip, low + 2 * (at * per_slab + skip), count - skip, BFLOAT16)
+        for c in range(count):
+            m[c] = -_widen(_narrow(m[c], BFLOAT16), BFLOAT16)
+        position, here, count = 0, line, 0
+        while position < n:
+            lines = min(block, depth - here)
+            to = residual + 4 * (have + position)
+            _slab_add(source + 4 * position, lines, shape, means + 4 * count, to, True)
+            position, here, count = position + lines * length, _next(here, lines, depth), count + per_slab
+        start, line, at, have = start + n, here, at + count // per_slab, have + n
+        where = start - have + done
+        stop = min(last, _group_at(start, row, group))
+        n = _start(stop, row, group) - where
+        counts = x + 4 * where
+        if kind != FLOAT32 and positive:
+            counts = wide
+            _widen_run(x + 2 * where, wide, n, kind)
+        _encode(p, residual + 4 * done, counts, g, stop, scratch, x + 4 * start if kind == FLOAT32 else 0)
+        g, done = stop, done + n
+        have -= done
+        for j in range(have):
+            d[j] = d[done + j]
+        done = 0
+
+
+@_kernel
+def _kernel_dequantize_blocks(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    out, kind, row, group, support = p[0], p[1], p[4], p[5], p[7]
+    low, depth, shape, per_slab, final = p[8], p[9], (p[10], p[11], p[12], p[13], p[14]), p[15], p[16]
+    length, block, slabs = p[10] * p[11] * p[12], p[13], -(-depth // p[13])
+    means = scratch
+    residual = means + 4 * (BATCH + block * length)
+    d = _pointer(residual, types.float32)
+    at, line = first, first % slabs * block
+    start = (first // slabs * depth + line) * length
+    end = (last // slabs * depth + last % slabs * block) * length
+    g = _group_at(start, row, group)
+    done, have = start - _start(g, row, group), 0
+    while at < last:
+        n = _batch(start, line, end, depth, block, length)
+        stop = min(_group_at(start + n - 1, row, group) + 1, final)
+        _decode(p, residual + 4 * have, g, stop)
+        have += _start(stop, row, group) - _start(g, row, group) - done
+        g, position, here, count = stop, 0, line, 0
+        while position < n:
+            lines = min(block, depth - here)
+            position, here, count = position + lines * length, _next(here, lines, depth), count + per_slab
+        _widen_run(low + 2 * at * per_slab, means, count, BFLOAT16)
+        values = out + 4 * start if kind == FLOAT32 else residual + 4 * done
+        position, count = 0, 0
+        while position < n:
+            lines = min(block, depth - line)
+            to = values + 4 * position
+            _slab_add(residual + 4 * (done + position), lines, shape, means + 4 * count, to, kind != FLOAT32)
+            position, line, count = position + lines * length, _next(line, lines, depth), count + per_slab
+        if support:
+            _zero_run(support, start, n, values)
+        if kind != FLOAT32:
+            _narrow_run(values, out + 2 * start, n, kind)
+        start, done, have, at = start + n, done + n, have - n, at + count // per_slab
+        for j in range(have):
+            d[j] = d[done + j]
+        done = 0
+
+
+@_kernel
+def _kernel_block_means(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, kind, out, out_kind = p[0], p[1], p[2], p[3]
+    depth, shape, per_slab = p[4], (p[5], p[6], p[7], p[8], p[9]), p[10]
+    length, block, slabs = p[5] * p[6] * p[7], p[8], -(-depth // p[8])
+    means = scratch + 4 * p[6] * p[7]
+    slab = means + 4 * per_slab
+    item = 4 if out_kind == FLOAT32 else 2
+    for at in range(first, last):
+        line = at % slabs * block
+        start = (at // slabs * depth + line) * length
+        lines = min(block, depth - line)
+        source = x + 4 * start
+        if kind != FLOAT32:
+            source = slab
+            _widen_run(x + 2 * start, slab, lines * length, kind)
+        _slab_means(source, lines, shape, scratch, means)
+        _narrow_run(means, out + item * at * per_slab, per_slab, out_kind)
+
+
+@_kernel
+def _kernel_spread_blocks(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    low, kind, out, out_kind = p[0], p[1], p[2], p[3]
+    depth, shape, per_slab = p[4], (p[5], p[6], p[7], p[8], p[9]), p[10]
+    length, block, slabs = p[5] * p[6] * p[7], p[8], -(-depth // p[8])
+    nothing = scratch + 4 * per_slab  # -0.0, the value whose sum with any other is that other
+    slab = nothing + 4 * block * length
+    z = _pointer(nothing, types.float32)
+    for c in range(block * length):
+        z[c] = -_ZERO
+    for at in range(first, last):
+        line = at % slabs * block
+        start = (at // slabs * depth + line) * length
+        lines = min(block, depth - line)
+        means = low + 4 * at * per_slab
+        if kind != FLOAT32:
+            means = scratch
+            _widen_run(low + 2 * at * per_slab, scratch, per_slab, kind)
+        to = out + 4 * start if out_kind == FLOAT32 else slab
+        _slab_add(nothing, lines, shape, means, to, out_kind != FLOAT32)
+        if out_kind != FLOAT32:
+            _narrow_run(slab, out + 2 * start, lines * length, out_kind)
+
+
+@_plain
+def _pack_flags(flags: int, n: int, out: int) -> None:
+    """Bytes of 0 or 1 to bits; reads up to 7 bytes beyond ``n``, which must be 0."""
+    f, o = _pointer(flags, types.uint64), _pointer(out, types.uint8)
+    for j in range((n + 7) >> 3):
+        o[j] = U8((f[j] * _SPREAD_BITS) >> U64(56))
+
+
+@_kernel
+def _kernel_pack_band(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, kind, out, numel, low, high, nan = p[0], p[1], p[2], p[3], I32(p[4]), I32(p[5]), p[6] != 0
+    f = _pointer(scratch, types.uint8)
+    for tile in range(first, last):  # of 4096 values
+        n = min(4096, numel - 4096 * tile)
+        source = scratch
+        if kind != FLOAT32:
+            source = scratch + 4096 + 64
+            if kind >= 0:
+                _widen_run(x + 2 * 4096 * tile, source, n, kind)
+        else:
+            source = x + 4 * 4096 * tile
+        if kind < 0:  # bool
+            b = _pointer(x + 4096 * tile, types.uint8)
+            for i in range(n):
+                f[i] = b[i]
+        else:
+            v = _pointer(source, types.float32)
+            for i in range(n):
+                o = _order(v[i])
+                f[i] = U8((o >= low and o <= high) or (nan and (o > 0x7F800000 or o < -0x7F800001)))
+        for i in range(n, (n + 7) & ~7):
+            f[i] = U8(0)
+        _pack_flags(scratch, n, out + 512 * tile)
+
+
+@_inline
+def _unpack_bits(mask: int, out: Any, first: int, n: int, inside: Any, outside: Any) -> None:
+    m = _pointer(mask, types.uint8)
+    for j in range(n >> 3):
+        byte = U32(m[j])
+        for k in range(8):
+            out[first + 8 * j + k] = inside if byte & U32(1 << k) else outside
+    for e in range(n & ~7, n):
+        out[first + e] = inside if (m[e >> 3] >> (e & 7)) & 1 else outside
+
+
+@_kernel
+def _kernel_unpack_band(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    mask, out, item, numel, inside, outside = p[0], p[1], p[2], p[3], p[4], p[5]
+    start = first * 4096
+    n = min(last * 4096, numel) - start
+    mask += start >> 3
+    if item == 1:
+        _unpack_bits(mask, _pointer(out, types.uint8), start, n, U8(inside), U8(outside))
+    elif item == 2:
+        _unpack_bits(mask, _pointer(out, types.uint16), start, n, U16(inside), U16(outside))
+    elif item == 4:
+        _unpack_bits(mask, _pointer(out, types.uint32), start, n, U32(inside), U32(outside))
+    else:
+        _unpack_bits(mask, _pointer(out, types.int64), start, n, inside, outside)
+
+
+@_inline
+def _pack_ints(x: Any, out: int, first: int, n: int, offset: int, bits: int) -> None:
+    p = _pointer(out, types.uint8)
+    per = 8 // bits
+    for j in range(n // per):
+        byte = U8(0)
+        for k in range(per):
+            byte |= U8(U8(x[first + per * j + k] - offset) << (k * bits))
+        p[j] = byte
+    if n % per:
+        byte = U8(0)
+        for k in range(n % per):
+            byte |= U8(U8(x[first + n // per * per + k] - offset) << (k * bits))
+        p[n // per] = byte
+
+
+@_inline
+def _pack_any(x: Any, out: int, first: int, n: int, offset: int, bits: int) -> None:
+    if bits == 1:
+        _pack_ints(x, out, first, n, offset, 1)
+    elif bits == 2:
+        _pack_ints(x, out, first, n, offset, 2)
+    elif bits == 4:
+        _pack_ints(x, out, first, n, offset, 4)
+    elif bits == 8:
+        _pack_ints(x, out, first, n, offset, 8)
+    elif bits == 16:
+        h = _pointer(out, types.uint16)
+        for i in range(n):
+            h[i] = U16(x[first + i] - offset)
+    else:
+        w = _pointer(out, types.uint32)
+        for i in range(n):
+            w[i] = U32(x[first + i] - offset)
+
+
+@_kernel
+def _kernel_pack_uints(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, item, out, numel, offset, bits = p[0], p[1], p[2], p[3], p[4], p[5]
+    start = first * 4096
+    n = min(last * 4096, numel) - start
+    out += start * bits >> 3
+    if item == 8:
+        _pack_any(_pointer(x, types.int64), out, start, n, offset, bits)
+    else:
+        _pack_any(_pointer(x, types.int32), out, start, n, offset, bits)
+
+
+@_inline
+def _unpack_ints(packed: int, out: Any, first: int, n: int, offset: int, bits: int) -> None:
+    p = _pointer(packed, types.uint8)
+    per, mask = 8 // bits, (1 << bits) - 1
+    for j in range(n // per):
+        byte = U32(p[j])
+        for k in range(per):
+            out[first + per * j + k] = np.int64((byte >> U32(k * bits)) & mask) + offset
+    for e in range(n // per * per, n):
+        out[first + e] = np.int64((p[e // per] >> (e % per * bits)) & mask) + offset
+
+
+@_inline
+def _unpack_any(packed: int, out: Any, first: int, n: int, offset: int, bits: int) -> None:
+    if bits == 1:
+        _unpack_ints(packed, out, first, n, offset, 1)
+    elif bits == 2:
+        _unpack_ints(packed, out, first, n, offset, 2)
+    elif bits == 4:
+        _unpack_ints(packed, out, first, n, offset, 4)
+    elif bits == 8:
+        _unpack_ints(packed, out, first, n, offset, 8)
+    elif bits == 16:
+        h = _pointer(packed, types.uint16)
+        for i in range(n):
+            out[first + i] = np.int64(h[i]) + offset
+    else:
+        w = _pointer(packed, types.uint32)
+        for i in range(n):
+            out[first + i] = np.int64(w[i]) + offset
+
+
+@_kernel
+def _kernel_unpack_uints(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    packed, out, item, numel, offset, bits = p[0], p[1], p[2], p[3], p[4], p[5]
+    start = first * 4096
+    n = min(last * 4096, numel) - start
+    packed += start * bits >> 3
+    if item == 8:
+        _unpack_any(packed, _pointer(out, types.int64), start, n, offset, bits)
+    else:
+        _unpack_any(packed, _pointer(out, types.int32), start, n, offset, bits)
+
+
+# ---------------------------------------------------------------- launching
+
+
+@_intrinsic
+def _call(typing: Any, function: Any, parameters: Any, scratch: Any, first: Any, last: Any) -> Any:
+    """Calls the compiled kernel at an address, so that one launcher serves all of them."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [word] * 4)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@_intrinsic
+def _ask(typing: Any, function: Any) -> Any:
+    """Calls the C function ``int f(void)`` at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        found = builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [])
+        return builder.sext(found, ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+def team(launch: int) -> None:
+    """What each thread of a team runs: its share of the items, with scratch of its own."""
+    p = _pointer(launch, types.int64)
+    thread, threads = _ask(p[0]), _ask(p[1])
+    function, parameters, scratch, stride, items = p[2], p[3], p[4], p[5], p[6]
+    first, last = items * thread // threads, items * (thread + 1) // threads
+    _call(function, parameters, scratch + thread * stride, first, last)

@@ -362,20 +362,39 @@ def _decode(p: Any, values: int, first: int, last: int) -> None:
         values, codes, column = values + 4 * n, codes + bytes_, 0 if column + 1 == per_row else column + 1
 
 
+@_intrinsic
+def _keep_lanes(typing: Any, byte: Any, source: Any, target: Any) -> Any:
+    """Copies eight values; those whose bit is 0 become 0.0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, source, target = arguments
+        lanes = ir.VectorType(ir.FloatType(), 8)
+        values = builder.load(builder.inttoptr(source, lanes.as_pointer()), align=4)
+        mask = builder.bitcast(byte, ir.VectorType(ir.IntType(1), 8))
+        kept = builder.select(mask, values, ir.Constant(lanes, [0.0] * 8))
+        builder.store(kept, builder.inttoptr(target, lanes.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.uint8, types.int64, types.int64), generate
+
+
 @_plain
-def _zero_run(support: int, first: int, n: int, values: int) -> None:
-    """Values whose bit, counted from bit ``first`` of ``support``, is 0 become 0.0."""
-    m, v = _pointer(support, types.uint8), _pointer(values, types.uint32)
-    i = 0
-    while i < n and (first + i) & 7:
-        v[i] &= U32(-((m[(first + i) >> 3] >> ((first + i) & 7)) & 1))
-        i += 1
-    for j in range((n - i) >> 3):
-        byte = U32(m[((first + i) >> 3) + j])
-        for k in range(8):
-            v[i + 8 * j + k] &= U32(-(U32(byte >> U32(k)) & 1))
-    for e in range(i + ((n - i) & ~7), n):
-        v[e] &= U32(-((m[(first + e) >> 3] >> ((first + e) & 7)) & 1))
+def _copy_run(source: int, target: int, n: int, support: int, first: int) -> None:
+    """``n`` values; with ``support`` those whose bit, counted from bit ``first``, is 0 become 0.0."""
+    s, t = _pointer(source, types.uint32), _pointer(target, types.uint32)
+    if not support:
+        for e in range(n):
+            t[e] = s[e]
+        return
+    m = _pointer(support, types.uint8)
+    head = min(n, -first & 7)
+    for e in range(head):
+        t[e] = s[e] & U32(-((m[(first + e) >> 3] >> ((first + e) & 7)) & 1))
+    byte = (first + head) >> 3
+    for j in range((n - head) >> 3):
+        _keep_lanes(m[byte + j], source + 4 * (head + 8 * j), target + 4 * (head + 8 * j))
+    for e in range(head + ((n - head) & ~7), n):
+        t[e] = s[e] & U32(-((m[(first + e) >> 3] >> ((first + e) & 7)) & 1))
 
 
 # ---------------------------------------------------------------- one slab: up to ``block`` lines
@@ -466,32 +485,135 @@ def _add_block(x: int, to: int, value: Any, wide: int, lines: int, line: int, ro
         _column_add(x, lines, line, rows, row, value, to, 1)
 
 
-@_plain
-def _even_means(x: int, lines: int, width: int, means: int) -> None:
-    """The means of the blocks, eight wide, that fit in ``lines`` of ``width`` values."""
-    m = _pointer(means, types.float32)
-    if lines == 8:
-        for b in range(width >> 3):
-            m[b] = _column_sum(x + 32 * b, 1, 0, 8, width, _ZERO, 8) * F32(1 / 64)
+@_inline
+def _next(line: int, lines: int, depth: int) -> int:
+    return 0 if line + lines == depth else line + lines
+
+
+_LANES = ir.VectorType(ir.FloatType(), 8)
+
+
+def _lanes(builder: Any, address: Any) -> Any:
+    return builder.load(builder.inttoptr(address, _LANES.as_pointer()), align=4)
+
+
+def _down(builder: Any, rows: Any, count: Any, visit: Callable[[Any], None]) -> None:
+    """Code that visits each row: written out if their number is known to the compiler, a loop if it is not."""
+    if isinstance(count, types.IntegerLiteral):
+        for r in range(count.literal_value):
+            visit(ir.Constant(ir.IntType(64), r))
     else:
-        for b in range(width >> 3):
-            m[b] = _column_sum(x + 32 * b, 1, 0, lines, width, _ZERO, 8) / F32(8 * lines)
+        with cgutils.for_range(builder, rows) as loop:
+            visit(loop.index)
+
+
+@_intrinsic
+def _lane_sum(typing: Any, address: Any, rows: Any, stride: Any, wide: Any) -> Any:
+    """The sum of ``rows`` rows, ``stride`` bytes apart, of ``wide`` values: rows first, then columns, each in order.
+
+    Eight columns at once by hand: the order of the sums is fixed, which keeps a compiler from finding them. Always
+    loads eight.
+    """
+    whole = isinstance(wide, types.IntegerLiteral)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, count, stride, wide = arguments
+        sums = cgutils.alloca_once_value(builder, ir.Constant(_LANES, [0.0] * 8))
+
+        def visit(r: Any) -> None:
+            row = _lanes(builder, builder.add(address, builder.mul(r, stride)))
+            builder.store(builder.fadd(builder.load(sums), row), sums)
+
+        _down(builder, count, rows, visit)
+        columns, total = builder.load(sums), ir.Constant(ir.FloatType(), 0.0)
+        if not whole:
+            word = ir.VectorType(ir.IntType(64), 8)
+            given = ir.Constant(word, ir.Undefined)
+            for k in range(8):
+                given = builder.insert_element(given, wide, ir.Constant(ir.IntType(32), k))
+            mask = builder.icmp_unsigned("<", ir.Constant(word, list(range(8))), given)
+            columns = builder.select(mask, columns, ir.Constant(_LANES, [0.0] * 8))
+        for k in range(8):  # the zeros behind a narrow row change no sum
+            total = builder.fadd(total, builder.extract_element(columns, ir.Constant(ir.IntType(32), k)))
+        return total
+
+    return types.float32(types.int64, rows, types.int64, wide), generate
+
+
+@_intrinsic
+def _lane_add(typing: Any, address: Any, rows: Any, stride: Any, value: Any, target: Any) -> Any:
+    """Rows of eight values plus ``value`` into the same places of ``target``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, count, stride, value, target = arguments
+        spread = ir.Constant(_LANES, ir.Undefined)
+        for k in range(8):
+            spread = builder.insert_element(spread, value, ir.Constant(ir.IntType(32), k))
+
+        def visit(r: Any) -> None:
+            offset = builder.mul(r, stride)
+            row = _lanes(builder, builder.add(address, offset))
+            to = builder.inttoptr(builder.add(target, offset), _LANES.as_pointer())
+            builder.store(builder.fadd(row, spread), to, align=4)
+
+        _down(builder, count, rows, visit)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, rows, types.int64, types.float32, types.int64), generate
+
+
+@_inline
+def _split_block(x: int, rows: Any, stride: int, wide: Any, count: Any, low: Any, at: int, residual: int) -> None:
+    """The mean of a block, kept in bfloat16, and the block less what was kept."""
+    word = _narrow(_lane_sum(x, rows, stride, wide) / count, BFLOAT16)
+    low[at] = word
+    _lane_add(x, rows, stride, -_widen(word, BFLOAT16), residual)
 
 
 @_plain
-def _even_add(x: int, lines: int, width: int, means: int, target: int, near: bool) -> None:
-    """Block by block if the target is near (in L1), which is less work; else in order, as memory likes it."""
-    m = _pointer(means, types.float32)
-    if near and lines == 8:
-        for b in range(width >> 3):
-            _column_add(x + 32 * b, 1, 0, 8, width, m[b], target + 32 * b, 8)
-    elif near:
-        for b in range(width >> 3):
-            _column_add(x + 32 * b, 1, 0, lines, width, m[b], target + 32 * b, 8)
-    else:
-        for a in range(0, 4 * lines * width, 4 * width):
-            for b in range(width >> 3):
-                _column_add(x + a + 32 * b, 1, 0, 1, 0, m[b], target + a + 32 * b, 8)
+def _split(x: int, n: int, line: int, depth: int, width: int, low: int, residual: int) -> None:
+    """Means of blocks of eight by eight, and the differences to them, of ``n`` values in whole slabs.
+
+    The last, narrow block of a slab comes first: what it stores beyond its rows is overwritten by what follows.
+    Up to seven values beyond the ``n`` are read, and as many beyond their differences overwritten.
+    """
+    full, wide, stride = width >> 3, width & 7, 4 * width
+    end = x + 4 * n
+    while x < end:
+        lines = min(8, depth - line)
+        m = _pointer(low, types.uint16)
+        if wide:
+            _split_block(x + 32 * full, lines, stride, wide, F32(lines * wide), m, full, residual + 32 * full)
+        if lines == 8:
+            for b in range(full):
+                _split_block(x + 32 * b, 8, stride, 8, F32(64), m, b, residual + 32 * b)
+        else:
+            for b in range(full):
+                _split_block(x + 32 * b, lines, stride, 8, F32(8 * lines), m, b, residual + 32 * b)
+        x, residual, line = x + lines * stride, residual + lines * stride, _next(line, lines, depth)
+        low += 2 * (full + (1 if wide else 0))
+
+
+@_plain
+def _merge(residual: int, n: int, line: int, depth: int, width: int, low: int, target: int) -> None:
+    """The differences plus the means; reads and writes beyond them as ``_split`` does.
+
+    Wide slabs line by line, in the order memory likes; narrow ones block by block, which is less work.
+    """
+    blocks, stride = (width + 7) >> 3, 4 * width
+    end = residual + 4 * n
+    while residual < end:
+        lines = min(8, depth - line)
+        m = _pointer(low, types.uint16)
+        if width < 32:
+            for b in range(blocks - 1, -1, -1):
+                _lane_add(residual + 32 * b, lines, stride, _widen(m[b], BFLOAT16), target + 32 * b)
+        else:
+            for r in range(0, lines * stride, stride):
+                for b in range(blocks):
+                    _lane_add(residual + r + 32 * b, 1, 0, _widen(m[b], BFLOAT16), target + r + 32 * b)
+        residual, target = residual + lines * stride, target + lines * stride
+        low, line = low + 2 * blocks, _next(line, lines, depth)
 
 
 @_plain
@@ -539,13 +661,10 @@ def _slab_means(x: int, lines: int, shape: Any, sums: int, means: int) -> None:
     if inner > 1:
         _deep_means(x, lines, shape, sums, means)
         return
-    m, even = _pointer(means, types.float32), 0
-    if rows == 1 and block == 8:
-        _even_means(x, lines, width, means)
-        even = width >> 3
+    m = _pointer(means, types.float32)
     for first in range(0, rows, block):
         tall = min(block, rows - first)
-        for b in range(even, blocks):
+        for b in range(blocks):
             wide = min(block, width - b * block)
             corner = x + 4 * (first * width + b * block)
             if rows == 1:
@@ -556,19 +675,16 @@ def _slab_means(x: int, lines: int, shape: Any, sums: int, means: int) -> None:
 
 
 @_plain
-def _slab_add(x: int, lines: int, shape: Any, means: int, target: int, near: bool) -> None:
+def _slab_add(x: int, lines: int, shape: Any, means: int, target: int) -> None:
     """Each value of a slab plus its mean."""
     rows, width, inner, block, blocks = shape
     if inner > 1:
         _deep_add(x, lines, shape, means, target)
         return
-    m, even = _pointer(means, types.float32), 0
-    if rows == 1 and block == 8:
-        _even_add(x, lines, width, means, target, near)
-        even = width >> 3
+    m = _pointer(means, types.float32)
     for first in range(0, rows, block):
         tall = min(block, rows - first)
-        for b in range(even, blocks):
+        for b in range(blocks):
             wide = min(block, width - b * block)
             corner = 4 * (first * width + b * block)
             value = m[first // block * blocks + b]
@@ -620,24 +736,51 @@ def _kernel_dequantize_groups(parameters: int, scratch: int, first: int, last: i
         values = out + 4 * start if kind == FLOAT32 else scratch
         _decode(p, values, g, stop)
         if support:
-            _zero_run(support, start, n, values)
+            _copy_run(values, values, n, support, start)
         if kind != FLOAT32:
             _narrow_run(scratch, out + 2 * start, n, kind)
 
 
 @_inline
-def _next(line: int, lines: int, depth: int) -> int:
-    return 0 if line + lines == depth else line + lines
-
-
-@_inline
-def _batch(start: int, line: int, end: int, depth: int, block: int, length: int) -> int:
-    """Values of the slabs from ``start`` on that are worked on at once."""
-    n = 0
+def _batch(start: int, line: int, end: int, depth: int, block: int, length: int) -> tuple[int, int, int]:
+    """The slabs from ``start`` on that are worked on at once: their values, their number, the line after them."""
+    n, slabs = 0, 0
     while n < BATCH and start + n < end:
         lines = min(block, depth - line)
-        n, line = n + lines * length, _next(line, lines, depth)
-    return n
+        n, slabs, line = n + lines * length, slabs + 1, _next(line, lines, depth)
+    return n, slabs, line
+
+
+@_plain
+def _split_any(x: int, n: int, line: int, depth: int, shape: Any, scratch: int, low: int, residual: int) -> None:
+    """Means and the differences to them, for blocks of any size and shape."""
+    rows, width, inner, block, blocks = shape
+    length, per_slab = rows * width * inner, -(-rows // block) * blocks * inner
+    means = scratch + 4 * width * inner
+    m = _pointer(means, types.float32)
+    end = x + 4 * n
+    while x < end:
+        lines = min(block, depth - line)
+        _slab_means(x, lines, shape, scratch, means)
+        _narrow_run(means, low, per_slab, BFLOAT16)
+        for c in range(per_slab):
+            m[c] = -_widen(_narrow(m[c], BFLOAT16), BFLOAT16)
+        _slab_add(x, lines, shape, means, residual)
+        x, residual = x + 4 * lines * length, residual + 4 * lines * length
+        low, line = low + 2 * per_slab, _next(line, lines, depth)
+
+
+@_plain
+def _merge_any(residual: int, n: int, line: int, depth: int, shape: Any, means: int, low: int, target: int) -> None:
+    rows, width, inner, block, blocks = shape
+    length, per_slab = rows * width * inner, -(-rows // block) * blocks * inner
+    end = residual + 4 * n
+    while residual < end:
+        lines = min(block, depth - line)
+        _widen_run(low, means, per_slab, BFLOAT16)
+        _slab_add(residual, lines, shape, means, target)
+        residual, target = residual + 4 * lines * length, target + 4 * lines * length
+        low, line = low + 2 * per_slab, _next(line, lines, depth)
 
 
 @_kernel
@@ -646,41 +789,34 @@ def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int
     x, kind, row, group, positive = p[0], p[1], p[4], p[5], p[7]
     low, depth, shape, per_slab = p[10], p[11], (p[12], p[13], p[14], p[15], p[16]), p[17]
     length, block, slabs = p[12] * p[13] * p[14], p[15], -(-depth // p[15])
-    # Scratch: codes of a group, sums, means, widened slabs, residual, widened source.
+    even = p[12] == 1 and p[14] == 1 and block == 8
+    # Scratch: codes of a group, sums and means of a slab, widened slabs, residual, widened source.
     room = BATCH + block * length
     sums = scratch + ((group + 63) & ~63)
-    means = sums + 4 * p[13] * p[14]
-    slab = means + 4 * room
-    residual = slab + (0 if kind == FLOAT32 else 4 * room)
+    slab = sums + 4 * (length + per_slab)
+    residual = slab + 4 * (room + 8)
     wide = residual + 4 * (room + group)
-    d, m = _pointer(residual, types.float32), _pointer(means, types.float32)
+    d = _pointer(residual, types.float32)
     begin, end = _start(first, row, group), _start(last, row, group)
     at = begin // (depth * length) * slabs + begin % (depth * length) // (block * length)
     line = at % slabs * block
     start = (at // slabs * depth + line) * length
     g, have, done = first, 0, begin - start
     while g < last:
-        n = _batch(start, line, end, depth, block, length)
-        source = x + 4 * start
+        n, count, after = _batch(start, line, end, depth, block, length)
+        source, means = x + 4 * start, low + 2 * at * per_slab
         if kind != FLOAT32:
             source = slab
             _widen_run(x + 2 * start, slab, n, kind)
-        position, here, count = 0, line, 0
-        while position < n:
-            lines = min(block, depth - here)
-            _slab_means(source + 4 * position, lines, shape, sums, means + 4 * count)
-            position, here, count = position + lines * length, _next(here, lines, depth), count + per_slab
-        skip = 0 if start >= begin else per_slab  # the range in which a slab starts writes its means
-        _narrow_run(means + 4 * skip, low + 2 * (at * per_slab + skip), count - skip, BFLOAT16)
-        for c in range(count):
-            m[c] = -_widen(_narrow(m[c], BFLOAT16), BFLOAT16)
-        position, here, count = 0, line, 0
-        while position < n:
-            lines = min(block, depth - here)
-            to = residual + 4 * (have + position)
-            _slab_add(source + 4 * position, lines, shape, means + 4 * count, to, True)
-            position, here, count = position + lines * length, _next(here, lines, depth), count + per_slab
-        start, line, at, have = start + n, here, at + count // per_slab, have + n
+        elif start + n + 8 > p[18]:
+            source = slab
+            _copy_run(x + 4 * start, slab, n, 0, 0)
+        # A slab that the range before began gets its means twice, the same ones.
+        if even:
+            _split(source, n, line, depth, length, means, residual + 4 * have)
+        else:
+            _split_any(source, n, line, depth, shape, sums, means, residual + 4 * have)
+        start, line, at, have = start + n, after, at + count, have + n
         where = start - have + done
         stop = min(last, _group_at(start, row, group))
         n = _start(stop, row, group) - where
@@ -702,8 +838,10 @@ def _kernel_dequantize_blocks(parameters: int, scratch: int, first: int, last: i
     out, kind, row, group, support = p[0], p[1], p[4], p[5], p[7]
     low, depth, shape, per_slab, final = p[8], p[9], (p[10], p[11], p[12], p[13], p[14]), p[15], p[16]
     length, block, slabs = p[10] * p[11] * p[12], p[13], -(-depth // p[13])
-    means = scratch
-    residual = means + 4 * (BATCH + block * length)
+    even = p[10] == 1 and p[12] == 1 and block == 8
+    # Scratch: means of a slab, sums, residual.
+    merged = scratch + 4 * per_slab
+    residual = merged + 4 * (BATCH + block * length + 8)
     d = _pointer(residual, types.float32)
     at, line = first, first % slabs * block
     start = (first // slabs * depth + line) * length
@@ -711,27 +849,26 @@ def _kernel_dequantize_blocks(parameters: int, scratch: int, first: int, last: i
     g = _group_at(start, row, group)
     done, have = start - _start(g, row, group), 0
     while at < last:
-        n = _batch(start, line, end, depth, block, length)
+        n, count, after = _batch(start, line, end, depth, block, length)
         stop = min(_group_at(start + n - 1, row, group) + 1, final)
         _decode(p, residual + 4 * have, g, stop)
         have += _start(stop, row, group) - _start(g, row, group) - done
-        g, position, here, count = stop, 0, line, 0
-        while position < n:
-            lines = min(block, depth - here)
-            position, here, count = position + lines * length, _next(here, lines, depth), count + per_slab
-        _widen_run(low + 2 * at * per_slab, means, count, BFLOAT16)
-        values = out + 4 * start if kind == FLOAT32 else residual + 4 * done
-        position, count = 0, 0
-        while position < n:
-            lines = min(block, depth - line)
-            to = values + 4 * position
-            _slab_add(residual + 4 * (done + position), lines, shape, means + 4 * count, to, kind != FLOAT32)
-            position, line, count = position + lines * length, _next(line, lines, depth), count + per_slab
-        if support:
-            _zero_run(support, start, n, values)
+        g, means = stop, low + 2 * at * per_slab
+        # Straight to its place, unless that would touch values beyond the range, which another thread writes.
+        values = out + 4 * start
+        if kind != FLOAT32 or at + count >= last:
+            values = merged
+        if even:
+            _merge(residual + 4 * done, n, line, depth, length, means, values)
+        else:
+            _merge_any(residual + 4 * done, n, line, depth, shape, scratch, means, values)
         if kind != FLOAT32:
-            _narrow_run(values, out + 2 * start, n, kind)
-        start, done, have, at = start + n, done + n, have - n, at + count // per_slab
+            if support:
+                _copy_run(merged, merged, n, support, start)
+            _narrow_run(merged, out + 2 * start, n, kind)
+        elif support or values == merged:
+            _copy_run(values, out + 4 * start, n, support, start)
+        start, line, done, have, at = start + n, after, done + n, have - n, at + count
         for j in range(have):
             d[j] = d[done + j]
         done = 0
@@ -778,7 +915,7 @@ def _kernel_spread_blocks(parameters: int, scratch: int, first: int, last: int) 
             means = scratch
             _widen_run(low + 2 * at * per_slab, scratch, per_slab, kind)
         to = out + 4 * start if out_kind == FLOAT32 else slab
-        _slab_add(nothing, lines, shape, means, to, out_kind != FLOAT32)
+        _slab_add(nothing, lines, shape, means, to)
         if out_kind != FLOAT32:
             _narrow_run(slab, out + 2 * start, lines * length, out_kind)
 

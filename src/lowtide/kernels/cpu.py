@@ -221,10 +221,10 @@ def quantize_blocks(
     group = min(group, row)
     _, slab, shape = _slabs(geometry, block)
     _run(
-        "quantize_blocks", sizes[0], numel, 17 * slab + 9 * group + 20 * BATCH + 256,
+        "quantize_blocks", sizes[0], numel, 20 * slab + 9 * group + 20 * BATCH + 256,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
-        low.data_ptr(), *shape,
+        low.data_ptr(), *shape, numel,
     )  # fmt: skip
     return low, codes, side
 
@@ -256,7 +256,7 @@ def dequantize_blocks(
     group = min(group, row)
     slabs, slab, shape = _slabs(geometry, block)
     _run(
-        "dequantize_blocks", slabs, numel, 8 * (slab + BATCH + group) + 256,
+        "dequantize_blocks", slabs, numel, 8 * (slab + BATCH + group) + 4 * shape[-1] + 256,
         out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
         0 if support is None else support.data_ptr(),
         low.data_ptr(), *shape, sizes[0],

@@ -7,13 +7,14 @@ before a method is asked. A method decides about the values that remain.
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from .capture import Site
-from .codecs import BlockMean, Cast, Codec, GroupQuant, TensorMeta
-from .codecs.base import require, require_positive
+from .codecs import BlockMean, Cast, Codec, GroupQuant, Projection, TensorMeta
+from .codecs.base import layout_of, require, require_positive
 from .codecs.lossy import BITS
 from .planner import Plan
 from .rules import Need
@@ -135,6 +136,45 @@ class Pool(Method):
 
 
 @dataclass(frozen=True)
+class LowRank(Method):
+    """Rows of linear layers' inputs projected to ``rank`` values (Liu et al. 2022), groups elsewhere.
+
+    ``rank`` is a number of columns, or a fraction of them. ``kind="random"`` is unbiased; ``"subspace"`` has a much
+    smaller error, which is a bias (see ``Projection``). ``bits`` are those of the projected values, 0 to leave them
+    in the tensor's type; ``other_bits`` those of everything that is not projected.
+    """
+
+    name: ClassVar[str] = "lowrank"
+    rank: int | float = 0.25
+    kind: str = "random"
+    bits: int = 0
+    other_bits: int = 2
+    group: int = 256
+    propagating_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        fraction = isinstance(self.rank, float) and 0 < self.rank < 1
+        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool) and self.rank >= 1
+        if not (fraction or whole):
+            raise ValueError(f"rank must be a whole number of at least 1 or a fraction below 1; got {self.rank!r}")
+        Projection(1, self.bits, self.kind, self.group)
+        _check(self.other_bits, self.propagating_bits)
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Projections where only a weight gradient reads wide rows."""
+        if use.need is Need.LINEAR and len(use.meta.shape) >= 2 and not use.spatial:
+            columns = layout_of(use.meta.shape, use.meta.stride).sizes[-1]
+            rank = math.ceil(self.rank * columns) if isinstance(self.rank, float) else self.rank
+            if columns >= _WIDE and rank < columns:
+                return Projection(rank, self.bits, self.kind, self.group)
+        return _groups(use, self.other_bits, self.group, self.propagating_bits)
+
+
+# Narrower rows (coordinates, a few channels) hold no subspace worth the name, and groups cost as little.
+_WIDE = 32
+
+
+@dataclass(frozen=True)
 class CastAll(Method):
     """Every value in a smaller float type: bfloat16, float16, float8_e4m3fn or float8_e5m2."""
 
@@ -181,14 +221,14 @@ def _check(bits: int, propagating: int | None) -> None:
         require(propagating, BITS, "propagating_bits")
 
 
-_NAMED: dict[str, type[Method]] = {m.name: m for m in (Lossless, Division, ActNN, Pool, CastAll)}
+_NAMED: dict[str, type[Method]] = {m.name: m for m in (Lossless, Division, ActNN, Pool, LowRank, CastAll)}
 
 
 def methods() -> dict[str, str]:
     """Every method by name, with its options and what it does.
 
     >>> print(*methods(), sep=", ")
-    lossless, division, actnn, pool, cast
+    lossless, division, actnn, pool, lowrank, cast
     """
     return {name: f"{name}{_options(kind)}: {(kind.__doc__ or '').splitlines()[0]}" for name, kind in _NAMED.items()}
 

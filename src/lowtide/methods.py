@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +19,7 @@ from .codecs.base import layout_of, require, require_positive
 from .codecs.lossy import BITS
 from .planner import Plan
 from .rules import Need
+from .twins import pooled_convolution
 
 
 class Use(NamedTuple):
@@ -42,6 +44,12 @@ class Method(ABC):
     @abstractmethod
     def codec_for(self, use: Use) -> Codec | None:
         """The codec for these values; None keeps them exact."""
+
+    def twin(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Another callable for this call of torch, with the same result and a thriftier backward; None for none."""
+        return None
 
 
 # Bits by need, measured (docs/design.md, "Bits by need"): values whose noise reaches every earlier
@@ -119,7 +127,8 @@ class Division(Method):
 class Pool(Method):
     """Average-pooled inputs of convolutions (Barley and Froening 2024), everything else exact.
 
-    Biased: the weight gradient loses the high frequencies, and no averaging over steps returns them.
+    Biased: the weight gradient loses the high frequencies, and no averaging over steps returns them. 1x1 convolutions
+    whose maps the kernel divides never spread the means again; they cannot be differentiated twice.
     """
 
     name: ClassVar[str] = "pool"
@@ -133,6 +142,12 @@ class Pool(Method):
         if use.need is Need.LINEAR and use.dims:
             return BlockMean(self.kernel, use.dims, bits=0)
         return None
+
+    def twin(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """1x1 convolutions take their weight gradient from means alone."""
+        return pooled_convolution(self.kernel, func, args, kwargs)
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,16 @@ class BlockMean(Codec):
             )
         return _with_stride(flat.as_strided(meta.shape, stride), meta.stride)
 
+    def small(self, packed: Packed) -> Tensor | None:
+        """The means as a map of their own, without a copy; None unless they are all there is and blocks are whole."""
+        shape, stride, _ = packed.meta
+        spatial = len(shape) - self.dims
+        if self.bits or not packed.meta.numel or any(size % self.block for size in shape[spatial:]):
+            return None
+        layout = layout_of(shape, _block_frame(shape, stride, self.dims)[0])
+        sizes = [shape[d] // self.block if d >= spatial else shape[d] for d in layout.order]
+        return packed.buffers[0].view(sizes).permute([layout.order.index(d) for d in range(len(shape))])
+
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """Means, codes, and four bytes for each group."""
         if meta.numel == 0:

@@ -24,6 +24,7 @@ LAYERS = [
     ["methods"],
     ["planner"],
     ["rules"],
+    ["twins"],
     ["capture"],
     ["codecs"],
     ["ops"],

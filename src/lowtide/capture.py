@@ -62,6 +62,8 @@ class Slot(NamedTuple):
     node: Any
     call: str
     saved: Any
+    twin: bool = False
+    """The node is a twin (see ``twins``): its backward takes this tensor also as a small map of means."""
 
     def hook(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Let ``pack`` replace the tensor now and ``unpack`` give it back to backward."""
@@ -134,6 +136,31 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_plain(tensor: Any) -> bool:
+    """A strided tensor with a storage of its own: no subclass, no wrapper of torch.func, no forward-mode dual."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    dual: Any = torch.autograd.forward_ad.unpack_dual
+    return storage_of(tensor) is not None and dual(tensor).tangent is None
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """The storage; None for a wrapper of torch.func, which hides it."""
+    with contextlib.suppress(NotImplementedError):
+        return tensor.untyped_storage()
+    return None
+
+
+def is_ordinary_call() -> bool:
+    """Does autograd record this call in the usual way: no compiler, no tracer, nobody else's saved-tensor hooks?"""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    )
+
+
 def is_parameter(tensor: Tensor) -> bool:
     """A leaf that gets a gradient, or a view of one (``Linear`` saves ``weight.t()``)."""
     if tensor.is_leaf and tensor.requires_grad:
@@ -178,34 +205,47 @@ def calls_on_stack(module: nn.Module) -> int:
 def describe(node: Any) -> tuple[str, tuple[str, ...]]:
     """The op's name (``Convolution``, or ``LeakyRelu1`` for a variant) and the names of its slots."""
     kind: Any = type(node)
-    op, slots = _describe_type(kind)
-    return op, tuple(name for name, _, _ in slots)
+    op, slots, names = _describe_type(kind)
+    return op, names or tuple(name for name, _, _ in slots)
 
 
 @lru_cache(maxsize=1024)
-def _describe_type(kind: Any) -> tuple[str, tuple[tuple[str, str, str], ...]]:
-    """The op's name; for each slot its name and the attributes with its holder and its tensor."""
+def _describe_type(kind: Any) -> tuple[str, tuple[tuple[str, str, str], ...], tuple[str, ...]]:
+    """The op's name; for each slot its name and the attributes with its holder and its tensor.
+
+    Then the names a twin gives to what it saved: it appears as the op it stands for.
+    """
     op, _, variant = kind.__name__.rpartition("Backward")
     names = [name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW)]
     slots = tuple((n, _RAW + n, "saved_tensors" if n == "tensors" else f"_saved_{n}") for n in names)
-    return op + ("" if variant == "0" else variant), slots
+    twin = getattr(getattr(kind, "_forward_cls", None), "lowtide_names", None)
+    if twin is not None:
+        return twin[0], slots, twin[1:]
+    return op + ("" if variant == "0" else variant), slots, ()
 
 
 class Capture(TorchFunctionMode):
     """Offers every newly saved tensor to ``visit`` and calls ``settle`` after each torch call.
 
-    ``starting`` is called when the forward of the model itself begins. Module hooks are torch's global ones, put
+    ``starting`` is called when the forward of the model itself begins. ``twin`` may give another callable for a call.
+    Module hooks are torch's global ones, put
     up while the capture is open: the model's own hooks stay as they are, and one registration serves all modules.
     """
 
     def __init__(
-        self, model: nn.Module, visit: Callable[[Slot], None], settle: Callable[[], None], starting: Callable[[], None]
+        self,
+        model: nn.Module,
+        visit: Callable[[Slot], None],
+        settle: Callable[[], None],
+        starting: Callable[[], None],
+        twin: Callable[..., Callable[..., Any] | None] | None = None,
     ) -> None:
         super().__init__()
         self._model = model
         self._visit = visit
         self._settle = settle
         self._starting = starting
+        self._twin = twin
         self._abilities = probe()
         self._names: dict[nn.Module, str] = {}
         self._path: list[str] = []
@@ -243,7 +283,10 @@ class Capture(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the call, then look at what it saved."""
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        call = func
+        if self._twin is not None and self._abilities.slots:
+            call = self._twin(func, args, kwargs or {}) or func
+        result = call(*args, **kwargs) if kwargs else call(*args)
         if torch.compiler.is_compiling():
             return result  # torch.compile traces us too; what the compiled code saves shows when it returns
         if isinstance(result, Tensor):
@@ -284,14 +327,14 @@ class Capture(TorchFunctionMode):
             if _MARK in metadata or node._sequence_nr() < self._first:
                 continue
             metadata[_MARK] = None
-            op, slots = _describe_type(kind)
+            op, slots, names = _describe_type(kind)
             for name, holder, value in slots:
-                self._offer(node, op, name, holder, value, call)
+                self._offer(node, op, name, holder, value, call, names)
             for parent, _ in node.next_functions:
                 if parent is not None:
                     stack.append(parent)
 
-    def _offer(self, node: Any, op: str, name: str, holder: str, value: str, call: str) -> None:
+    def _offer(self, node: Any, op: str, name: str, holder: str, value: str, call: str, names: tuple[str, ...]) -> None:
         try:
             saved = getattr(node, holder)
             several = type(saved) is tuple or type(saved) is list
@@ -305,10 +348,10 @@ class Capture(TorchFunctionMode):
             self._offer_one(node, op, name, call, saved, tensor)
             return
         for i, item in enumerate(saved):
-            slot = str(i) if name == "tensors" else f"{name}[{i}]"
-            self._offer_one(node, op, slot, call, item, None if foreign else tensor[i])
+            slot = names[i] if names else str(i) if name == "tensors" else f"{name}[{i}]"
+            self._offer_one(node, op, slot, call, item, None if foreign else tensor[i], bool(names))
 
-    def _offer_one(self, node: Any, op: str, slot: str, call: str, saved: Any, tensor: Any) -> None:
+    def _offer_one(self, node: Any, op: str, slot: str, call: str, saved: Any, tensor: Any, twin: bool = False) -> None:
         storage = None
         if tensor is None:
             if not self._is_foreign(saved):
@@ -316,9 +359,8 @@ class Capture(TorchFunctionMode):
         elif type(tensor) is nn.Parameter or is_parameter(tensor):
             return
         elif type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
-            with contextlib.suppress(NotImplementedError):  # a wrapper of torch.func hides its storage
-                storage = tensor.untyped_storage()
-        self._visit(Slot(self._site(op, slot), tensor, storage, node, call, saved))
+            storage = storage_of(tensor)
+        self._visit(Slot(self._site(op, slot), tensor, storage, node, call, saved, twin))
 
     def _is_foreign(self, saved: Any) -> bool:
         """Do somebody else's hooks hold this slot? Reading it would run them: checkpoint would recompute."""

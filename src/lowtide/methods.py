@@ -7,16 +7,19 @@ before a method is asked. A method decides about the values that remain.
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from .capture import Site
-from .codecs import BlockMean, Cast, Codec, GroupQuant, TensorMeta
-from .codecs.base import require, require_positive
+from .codecs import BlockMean, Cast, Codec, GroupQuant, Projection, TensorMeta
+from .codecs.base import layout_of, require, require_positive
 from .codecs.lossy import BITS
 from .planner import Plan
 from .rules import Need
+from .twins import pooled_convolution
 
 
 class Use(NamedTuple):
@@ -41,6 +44,12 @@ class Method(ABC):
     @abstractmethod
     def codec_for(self, use: Use) -> Codec | None:
         """The codec for these values; None keeps them exact."""
+
+    def twin(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """Another callable for this call of torch, with the same result and a thriftier backward; None for none."""
+        return None
 
 
 # Bits by need, measured (docs/design.md, "Bits by need"): values whose noise reaches every earlier
@@ -118,7 +127,8 @@ class Division(Method):
 class Pool(Method):
     """Average-pooled inputs of convolutions (Barley and Froening 2024), everything else exact.
 
-    Biased: the weight gradient loses the high frequencies, and no averaging over steps returns them.
+    Biased: the weight gradient loses the high frequencies, and no averaging over steps returns them. 1x1 convolutions
+    whose maps the kernel divides never spread the means again; they cannot be differentiated twice.
     """
 
     name: ClassVar[str] = "pool"
@@ -132,6 +142,51 @@ class Pool(Method):
         if use.need is Need.LINEAR and use.dims:
             return BlockMean(self.kernel, use.dims, bits=0)
         return None
+
+    def twin(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """1x1 convolutions take their weight gradient from means alone."""
+        return pooled_convolution(self.kernel, func, args, kwargs)
+
+
+@dataclass(frozen=True)
+class LowRank(Method):
+    """Rows of linear layers' inputs projected to ``rank`` values (Liu et al. 2022), groups elsewhere.
+
+    ``rank`` is a number of columns, or a fraction of them. ``kind="random"`` is unbiased; ``"subspace"`` has a much
+    smaller error, which is a bias (see ``Projection``). ``bits`` are those of the projected values, 0 to leave them
+    in the tensor's type; ``other_bits`` those of everything that is not projected.
+    """
+
+    name: ClassVar[str] = "lowrank"
+    rank: int | float = 0.25
+    kind: str = "random"
+    bits: int = 0
+    other_bits: int = 2
+    group: int = 256
+    propagating_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        fraction = isinstance(self.rank, float) and 0 < self.rank < 1
+        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool) and self.rank >= 1
+        if not (fraction or whole):
+            raise ValueError(f"rank must be a whole number of at least 1 or a fraction below 1; got {self.rank!r}")
+        Projection(1, self.bits, self.kind, self.group)
+        _check(self.other_bits, self.propagating_bits)
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Projections where only a weight gradient reads wide rows."""
+        if use.need is Need.LINEAR and len(use.meta.shape) >= 2 and not use.spatial:
+            columns = layout_of(use.meta.shape, use.meta.stride).sizes[-1]
+            rank = math.ceil(self.rank * columns) if isinstance(self.rank, float) else self.rank
+            if columns >= _WIDE and rank < columns:
+                return Projection(rank, self.bits, self.kind, self.group)
+        return _groups(use, self.other_bits, self.group, self.propagating_bits)
+
+
+# Narrower rows (coordinates, a few channels) hold no subspace worth the name, and groups cost as little.
+_WIDE = 32
 
 
 @dataclass(frozen=True)
@@ -181,14 +236,14 @@ def _check(bits: int, propagating: int | None) -> None:
         require(propagating, BITS, "propagating_bits")
 
 
-_NAMED: dict[str, type[Method]] = {m.name: m for m in (Lossless, Division, ActNN, Pool, CastAll)}
+_NAMED: dict[str, type[Method]] = {m.name: m for m in (Lossless, Division, ActNN, Pool, LowRank, CastAll)}
 
 
 def methods() -> dict[str, str]:
     """Every method by name, with its options and what it does.
 
     >>> print(*methods(), sep=", ")
-    lossless, division, actnn, pool, cast
+    lossless, division, actnn, pool, lowrank, cast
     """
     return {name: f"{name}{_options(kind)}: {(kind.__doc__ or '').splitlines()[0]}" for name, kind in _NAMED.items()}
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from . import capture, kernels
 from .capture import Capture, Site, Slot
-from .codecs import FLOATS, Codec, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
+from .codecs import FLOATS, BlockMean, Codec, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
 from .codecs.base import layout_of
 from .methods import Method, Use, resolve
 from .planner import Plan
@@ -131,13 +131,21 @@ class _Handle:
 class _Reference:
     """What autograd holds for a hooked slot: a view of a handle, read through one codec."""
 
-    __slots__ = ("handle", "lossless", "meta", "offset")
+    __slots__ = ("handle", "lossless", "meta", "offset", "twin")
 
-    def __init__(self, handle: _Handle, meta: TensorMeta, offset: int, lossless: Codec | None) -> None:
+    def __init__(self, handle: _Handle, meta: TensorMeta, offset: int, lossless: Codec | None, twin: bool) -> None:
         self.handle = handle
         self.meta = meta
         self.offset = offset
         self.lossless = lossless
+        self.twin = twin
+
+    def small(self, part: _Part) -> Tensor | None:
+        """The block means alone, if they are what is stored and a twin reads them."""
+        packed = part.values if self.twin else None
+        if packed is None or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
+            return None
+        return packed.codec.small(packed)
 
     def view(self, whole: Tensor) -> Tensor:
         """This reference's part of the storage that ``whole`` fills."""
@@ -186,7 +194,8 @@ class Session:
         self._model = model
         self._min_numel = min_numel
         self._abilities = capture.probe()
-        self._capture = Capture(model, self._visit, self._settle, self._start_forward)
+        twin = None if type(method).twin is Method.twin else method.twin
+        self._capture = Capture(model, self._visit, self._settle, self._start_forward, twin)
         self._entered = 0
         self._thread = 0
         self._noise = 0
@@ -330,9 +339,9 @@ class Session:
             self._handles[identity] = reference
             self._recent.append(reference)
         handle.consumers.append(consumer)
-        if consumer.lossless is None:
+        if consumer.lossless is None and not slot.twin:
             handle.readers += 1
-        light = _Reference(handle, meta, consumer.offset, consumer.lossless)
+        light = _Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
         slot.saved.register_hooks(lambda _: light, self._unpack)
         if self._abilities.sole is None:
             self._seal_if_ours(handle)
@@ -503,6 +512,9 @@ class Session:
                 raise _changed_in_place(reference.meta.shape)
             return reference.view(raw)
         part = handle.parts.get(None)
+        small = reference.small(part or handle.parts[(reference.meta, reference.offset)])
+        if small is not None:
+            return small
         if part is not None:
             lossless = reference.lossless
             whole = self._decode(handle, part) if lossless is None else part.packs[lossless].decode()

@@ -3,6 +3,7 @@
 from .base import Codec, NotRepresentable, Packed, TensorMeta, from_config, registered
 from .lossless import Indices, Mask, PoolOffsets, Raw, ShapeOnly, TwoValue
 from .lossy import FLOATS, BlockMean, Cast, GroupQuant
+from .projection import Projection
 
 __all__ = [
     "FLOATS",
@@ -15,6 +16,7 @@ __all__ = [
     "NotRepresentable",
     "Packed",
     "PoolOffsets",
+    "Projection",
     "Raw",
     "ShapeOnly",
     "TensorMeta",

@@ -21,7 +21,8 @@ BITS = (1, 2, 4, 8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _require_float(tensor: Tensor, codec: Codec) -> None:
+def require_float(tensor: Tensor, codec: Codec) -> None:
+    """Raise unless ``tensor`` is of a type that lossy codecs store."""
     if tensor.dtype not in FLOATS:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
         raise TypeError(f"{codec.id} stores {allowed}; got {tensor.dtype}. Keep such a tensor with Raw()")
@@ -55,7 +56,7 @@ class GroupQuant(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """With ``support`` the range of a group covers its positive values only."""
-        _require_float(tensor, self)
+        require_float(tensor, self)
         flat, meta, layout = flatten(tensor)
         row = row_of(self.layout, layout, meta.numel)
         codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, support is not None)
@@ -122,7 +123,7 @@ class BlockMean(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """With ``support`` the range of a group covers the differences of positive values only."""
-        _require_float(tensor, self)
+        require_float(tensor, self)
         if tensor.dim() < self.dims:
             raise ValueError(f"block_mean with dims={self.dims} got a tensor of shape {tuple(tensor.shape)}")
         _, meta, _ = flatten(tensor)
@@ -158,6 +159,16 @@ class BlockMean(Codec):
                 low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype, support
             )
         return _with_stride(flat.as_strided(meta.shape, stride), meta.stride)
+
+    def small(self, packed: Packed) -> Tensor | None:
+        """The means as a map of their own, without a copy; None unless they are all there is and blocks are whole."""
+        shape, stride, _ = packed.meta
+        spatial = len(shape) - self.dims
+        if self.bits or not packed.meta.numel or any(size % self.block for size in shape[spatial:]):
+            return None
+        layout = layout_of(shape, _block_frame(shape, stride, self.dims)[0])
+        sizes = [shape[d] // self.block if d >= spatial else shape[d] for d in layout.order]
+        return packed.buffers[0].view(sizes).permute([layout.order.index(d) for d in range(len(shape))])
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """Means, codes, and four bytes for each group."""
@@ -262,7 +273,7 @@ class Cast(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Scale, then round."""
-        _require_float(tensor, self)
+        require_float(tensor, self)
         flat, meta, _ = flatten(tensor)
         target = _CASTS[self.dtype]
         if not self._scaled:

@@ -50,7 +50,13 @@ def panel(axis: Axes, rows: list[Row], title: str) -> None:
             points.setdefault(row["series"], []).append((float(row["bits"]), float(row["error"])))
     for series, found in points.items():
         colour, marker = look[series]
-        axis.plot(*zip(*sorted(found), strict=True), color=colour, marker=marker, markersize=6, label=series)
+        axis.plot(
+            *zip(*sorted(found, key=lambda point: (point[0], -point[1])), strict=True),
+            color=colour,
+            marker=marker,
+            markersize=6,
+            label=series,
+        )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(TICKS, [str(tick) for tick in TICKS])
@@ -93,7 +99,7 @@ def table(found: dict[str, list[Row]]) -> str:
         for row in rows:
             if row is not noise:
                 cells = (
-                    *(row["method"], row["options"], f"{float(row['bits']):.2f}", _short(row["error"])),
+                    *(row["method"], row["options"], f"{float(row['bits']):.3f}", _short(row["error"])),
                     *(_short(row["error_of_mean"]), row["draws"], f"{float(row['cosine']):.4f}"),
                     f"{float(row['ratio']):.1f}x less",
                 )

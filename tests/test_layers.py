@@ -24,7 +24,7 @@ LAYERS = [
     ["methods"],
     ["planner"],
     ["rules"],
-    ["twins"],
+    ["twins", "derive"],
     ["capture"],
     ["codecs"],
     ["ops"],

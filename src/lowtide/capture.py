@@ -77,6 +77,13 @@ class Slot(NamedTuple):
         """A number the node saved beside its tensors, such as ``min_val`` or ``kernel_size``."""
         return getattr(self.node, f"_saved_{name}")
 
+    def remember(self, value: Any) -> None:
+        """Leave with the node what stands for this slot; it must not hold the node."""
+        notes = self.node.metadata
+        if notes[_MARK] is None:
+            notes[_MARK] = {}
+        notes[_MARK][self.site.slot] = value
+
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
@@ -159,6 +166,30 @@ def is_ordinary_call() -> bool:
         and torch._C._get_tracing_state() is None
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     )
+
+
+def saved(node: Any, name: str) -> Any:
+    """What a node saved under a name, a tensor without its history (an output's would lead back to the node)."""
+    value = getattr(node, f"_saved_{name}")
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def parent(node: Any, edge: int) -> Any:
+    """The node that made an op's ``edge``-th differentiable input; None if that needs no gradient."""
+    parents = node.next_functions
+    return parents[edge][0] if edge < len(parents) else None
+
+
+def stands_for(node: Any, slot: str) -> Any:
+    """What was left with the node for a slot, else its tensor if autograd itself keeps it; None if others do."""
+    notes = node.metadata.get(_MARK)
+    if notes and slot in notes:
+        return notes[slot]
+    holder = getattr(node, _RAW + slot)
+    try:
+        return saved(node, slot) if probe().foreign_hooks and holder.unpack_hook is None else None
+    except RuntimeError:
+        return None
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -29,6 +29,8 @@ class Use(NamedTuple):
     meta: TensorMeta
     spatial: bool
     sites: tuple[Site, ...]
+    derivable: bool = False
+    """Tensors stored anyway are enough to rebuild it: ``Derived()`` may be its codec."""
 
     @property
     def dims(self) -> int:
@@ -40,6 +42,8 @@ class Method(ABC):
     """A policy. Subclass as a frozen dataclass with a ``name``; fields are the user's options."""
 
     name: ClassVar[str]
+    derives: ClassVar[bool] = False
+    """Does it ask for tensors to be rebuilt from others? Finding out which can be costs a little time."""
 
     @abstractmethod
     def codec_for(self, use: Use) -> Codec | None:

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import capture, kernels
+from . import capture, kernels, ops
 from .capture import Capture, Site, Slot
-from .codecs import FLOATS, BlockMean, Codec, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
+from .codecs import FLOATS, BlockMean, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
 from .codecs.base import layout_of
+from .derive import Origin, origin_of
 from .methods import Method, Use, resolve
 from .planner import Plan
 from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport
@@ -81,7 +82,7 @@ class _Part:
 
     __slots__ = ("packs", "support", "values")
 
-    def __init__(self, values: Packed | None, packs: dict[Codec, Packed], support: Tensor | None) -> None:
+    def __init__(self, values: Packed | _Rebuilt | None, packs: dict[Codec, Packed], support: Tensor | None) -> None:
         self.values = values
         self.packs = packs
         self.support = support
@@ -91,7 +92,7 @@ class _Handle:
     """One storage at one version, raw until only the graph owns it, packed from then on."""
 
     __slots__ = (
-        *("__weakref__", "base", "consumers", "decoded", "identity", "noise", "numel", "parts", "raw"),
+        *("__weakref__", "base", "consumers", "decoded", "identity", "noise", "numel", "origin", "parts", "raw"),
         *("readers", "row", "version"),
     )
 
@@ -103,6 +104,7 @@ class _Handle:
         self.base = base
         self.noise = noise
         self.row = row
+        self.origin: Origin | None = None
         self.consumers: list[_Consumer] = []
         self.parts: dict[tuple[TensorMeta, int] | None, _Part] = {}
         self.decoded: Tensor | None = None
@@ -143,7 +145,7 @@ class _Reference:
     def small(self, part: _Part) -> Tensor | None:
         """The block means alone, if they are what is stored and a twin reads them."""
         packed = part.values if self.twin else None
-        if packed is None or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
+        if not isinstance(packed, Packed) or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
             return None
         return packed.codec.small(packed)
 
@@ -153,6 +155,41 @@ class _Reference:
         if whole.shape == shape and whole.stride() == stride and whole.storage_offset() == self.offset:
             return whole
         return whole.as_strided(shape, stride, self.offset)
+
+
+class _Rebuilt:
+    """What stands for the values of a tensor that is rebuilt from others."""
+
+    __slots__ = ("meta", "origin")
+
+    def __init__(self, origin: Origin, meta: TensorMeta) -> None:
+        self.origin = origin
+        self.meta = meta
+
+    def decode(self, support: Tensor | None) -> Tensor:
+        origin, (shape, stride, dtype) = self.origin, self.meta
+        values = origin.rebuild(*[_fresh(s) if isinstance(s, _Reference) else s for s in origin.sources])
+        flat = values.to(dtype).as_strided((self.meta.numel,), (1,))
+        if origin.rectified:
+            assert support is not None
+            flat.masked_fill_(ops.unpack_band(support, flat.numel(), torch.bool, 1.0, 0.0).logical_not_(), 0.0)
+        return flat.as_strided(shape, stride)
+
+
+def _fresh(reference: _Reference) -> Tensor:
+    """The stored tensor, as one that may be changed: never kept for another reader, who may want it as it was."""
+    handle = reference.handle
+    if handle.raw is not None:
+        if capture.version_of(handle.raw) != handle.version:
+            raise _changed_in_place(reference.meta.shape)
+        return reference.view(handle.raw).clone()
+    part = handle.parts.get(None) or handle.parts[(reference.meta, reference.offset)]
+    values = part.values if reference.lossless is None else part.packs[reference.lossless]
+    assert values is not None
+    whole = values.decode(part.support)
+    if isinstance(values, Packed) and type(values.codec) is Raw:
+        whole = whole.clone()  # what Raw gives back is what it keeps
+    return reference.view(whole) if None in handle.parts else whole
 
 
 class _Recast:
@@ -187,8 +224,10 @@ def _changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
 class Session:
     """A compressed forward; made by :func:`compress` and :func:`attach`."""
 
-    def __init__(self, model: nn.Module, method: Method, seed: int, min_numel: int) -> None:
+    def __init__(self, model: nn.Module, method: Method, seed: int, min_numel: int, derive: bool) -> None:
         self.method = method
+        self._derive_all = derive
+        self._derives = derive or method.derives
         self.seed = seed
         self.step = 0
         self._model = model
@@ -335,6 +374,8 @@ class Session:
             whole = capture.base_of(tensor) if numel != total else None
             base = None if whole is None else TensorMeta.of(whole)
             handle = _Handle(tensor.detach(), identity, base, total, self._noise, row)
+            if self._derives:
+                handle.origin = self._origin(capture.base_of(tensor), tensor, total)
             reference = weakref.ref(handle)
             self._handles[identity] = reference
             self._recent.append(reference)
@@ -342,9 +383,26 @@ class Session:
         if consumer.lossless is None and not slot.twin:
             handle.readers += 1
         light = _Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
+        if self._derives:
+            slot.remember(light)
         slot.saved.register_hooks(lambda _: light, self._unpack)
         if self._abilities.sole is None:
             self._seal_if_ours(handle)
+
+    def _origin(self, base: Tensor | None, tensor: Tensor, numel: int) -> Origin | None:
+        """How to rebuild a tensor that fills its storage from those already stored, the first laid out as it is."""
+        whole = tensor if base is None else base
+        origin = origin_of(whole, capture.stands_for) if whole.numel() == numel else None
+        if origin is None:
+            return None
+        stored = [s.handle for s in origin.sources if isinstance(s, _Reference)]
+        if len(set(map(id, stored))) < len(stored):
+            return None  # the square of a rounded value is biased by the rounding's variance
+        for i, source in enumerate(origin.sources):
+            if isinstance(source, _Reference) and source.meta[:2] == (whole.shape, whole.stride()):
+                ahead = (source, *origin.sources[:i], *origin.sources[i + 1 :])
+                return origin._replace(sources=ahead)
+        return None
 
     def _pending(self, identity: int) -> _Handle | None:
         """The handle whose storage this is. Its raw tensor keeps the storage, so the identity holds."""
@@ -439,7 +497,7 @@ class Session:
             plans = [(key, key[0], key[1], consumers) for key, consumers in views.items()]
         total, chosen = 0, []
         for _, meta, _, consumers in plans:
-            codec, lossless, why = self._choose(meta, consumers)
+            codec, lossless, why = self._choose(meta, consumers, handle.origin if len(plans) == 1 else None)
             if why is not None:
                 handle.row.why = why
                 return
@@ -464,9 +522,12 @@ class Session:
         used = [c for codec, lossless in chosen for c in (codec, *lossless) if c is not None]
         handle.row.compressed(total, *dict.fromkeys(used))
 
-    def _choose(self, meta: TensorMeta, consumers: list[_Consumer]) -> tuple[Codec | None, list[Codec], str | None]:
+    def _choose(
+        self, meta: TensorMeta, consumers: list[_Consumer], origin: Origin | None
+    ) -> tuple[Codec | None, list[Codec], str | None]:
         """Codec for the values, lossless codecs, or why the tensor stays."""
         lossless: list[Codec] = []
+        derivable = origin is not None and (not origin.rectified or any(_masks(c, meta) for c in consumers))
         need, spatial, sites = Need.LOSSLESS, False, []
         for consumer in consumers:
             sites.append(consumer.site)
@@ -479,7 +540,9 @@ class Session:
             return None, lossless, None
         if meta.numel < self._min_numel:
             return Raw(), lossless, None
-        codec = self.method.codec_for(Use(need, meta, spatial, tuple(sites)))
+        if derivable and self._derive_all:
+            return Derived(), lossless, None
+        codec = self.method.codec_for(Use(need, meta, spatial, tuple(sites), derivable))
         return codec, lossless, None if codec is not None else f"{self.method.name} keeps these values"
 
     def _encode(
@@ -496,9 +559,12 @@ class Session:
             return _Part(None, packs, None)
         support = None
         for consumer in consumers:
-            # Only a mask of the very tensor tells where it is zero, and only a rectified one has no other values.
-            if consumer.rectified and consumer.lossless is not None and consumer.view.numel == meta.numel:
+            if _masks(consumer, meta):
+                assert consumer.lossless is not None
                 support = packs[consumer.lossless].buffers[0]
+        if type(codec) is Derived and handle.origin is not None:
+            handle.row.why = f"rebuilt from {_place(handle.origin)}"
+            return _Part(_Rebuilt(handle.origin, meta), packs, support)
         key = _signed(_site_hash(consumers[0].site) ^ handle.noise)
         return _Part(codec.encode(tensor, key=key, support=support), packs, support)
 
@@ -554,6 +620,16 @@ class Session:
         if slow:
             notes.append(f"slow reference kernels served for {', '.join(slow)} ({next(iter(slow.values()))})")
         return Report(_describe(self.method), rows, tuple(notes))
+
+
+def _masks(consumer: _Consumer, meta: TensorMeta) -> bool:
+    """Only a mask of the very tensor tells where it is zero, and only a rectified one has no other values."""
+    return consumer.rectified and consumer.lossless is not None and consumer.view.numel == meta.numel
+
+
+def _place(origin: Origin) -> str:
+    places = [str(s.handle.row.site) for s in origin.sources if isinstance(s, _Reference)]
+    return f"{origin.op} of {' and '.join(places)}"
 
 
 def _describe(method: Method) -> str:
@@ -650,7 +726,12 @@ def _closer(session: Session) -> Callable[..., None]:
 
 
 def _session(
-    model: nn.Module, method: str | Method | Codec | Plan, seed: int, min_numel: int, options: dict[str, Any]
+    model: nn.Module,
+    method: str | Method | Codec | Plan,
+    seed: int,
+    min_numel: int,
+    derive: bool,
+    options: dict[str, Any],
 ) -> Session:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
@@ -660,7 +741,9 @@ def _session(
         raise TypeError(f"seed must be a whole number; got {seed!r}")
     if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
         raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
-    return Session(model, resolve(method, options), seed, min_numel)
+    if not isinstance(derive, bool):
+        raise TypeError(f"derive must be True or False; got {derive!r}")
+    return Session(model, resolve(method, options), seed, min_numel, derive)
 
 
 def compress(
@@ -669,6 +752,7 @@ def compress(
     *,
     seed: int = 0,
     min_numel: int = MIN_NUMEL,
+    derive: bool = False,
     **options: Any,
 ) -> Session:
     """Run the forward inside this context: autograd then keeps compressed copies for backward.
@@ -679,6 +763,10 @@ def compress(
 
     Sessions do not nest: within one, an inner one finds nothing left to do. Under autocast, call backward before the
     optimizer's step, because copies of parameters are cast again instead of kept.
+
+    With ``derive=True`` a tensor that is a cheap function of stored ones (the input of a convolution after BN and ReLU,
+    of a linear layer after a norm, an activation or a product) is not stored but rebuilt from them: about half the
+    bytes, which are better spent on more ``bits`` for what is stored.
 
     Rounding noise depends on ``seed``, on how many sessions the process opened before, and on the
     site. Use :func:`attach` where a resumed run must repeat it.
@@ -692,7 +780,7 @@ def compress(
     >>> session.report().ratio > 4
     True
     """
-    return _session(model, method, seed, min_numel, options)
+    return _session(model, method, seed, min_numel, derive, options)
 
 
 def attach(
@@ -701,6 +789,7 @@ def attach(
     *,
     seed: int = 0,
     min_numel: int = MIN_NUMEL,
+    derive: bool = False,
     **options: Any,
 ) -> Attachment:
     """Compress every forward of ``model`` from now on, in a loop that does not change.
@@ -718,4 +807,4 @@ def attach(
     {'seed': 0, 'step': 1}
     >>> handle.remove()
     """
-    return Attachment(model, _session(model, method, seed, min_numel, options))
+    return Attachment(model, _session(model, method, seed, min_numel, derive, options))

@@ -2,7 +2,7 @@
 
 from .base import Codec, NotRepresentable, Packed, TensorMeta, from_config, registered
 from .lossless import Indices, Mask, PoolOffsets, Raw, ShapeOnly, TwoValue
-from .lossy import FLOATS, BlockMean, Cast, GroupQuant
+from .lossy import FLOATS, BlockMean, Cast, Derived, GroupQuant
 from .projection import Projection
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "BlockMean",
     "Cast",
     "Codec",
+    "Derived",
     "GroupQuant",
     "Indices",
     "Mask",

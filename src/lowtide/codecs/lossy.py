@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import ops
-from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require, require_positive
+from .base import Codec, Layout, NotRepresentable, Packed, TensorMeta, flatten, layout_of, require, require_positive
 
 BITS = (1, 2, 4, 8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -244,6 +244,25 @@ def _block_frame(
     outer, inner = math.prod(sizes[:first]), math.prod(sizes[first + dims :])
     geometry = (outer, *(1,) * (3 - dims), *sizes[first : first + dims], inner)
     return layout.stride, geometry, row_of("sample", layout, math.prod(shape))
+
+
+@dataclass(frozen=True)
+class Derived(Codec):
+    """Nothing: the tensor is rebuilt from others that are stored, where the session knows how (see ``derive``)."""
+
+    id: ClassVar[str] = "derived"
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Only a session can keep a tensor so."""
+        raise NotRepresentable("no stored tensor to rebuild it from")
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """Never called, because nothing is ever encoded."""
+        raise NotRepresentable("no stored tensor to rebuild it from")
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Nothing is stored."""
+        return 0
 
 
 _CASTS = {

@@ -1,0 +1,144 @@
+"""Tensors that need not be stored: cheap functions of others that are.
+
+The input of a convolution after BN and ReLU is mask * (scale * x + shift) of the input ``x`` that BN saved anyway.
+Storing ``x`` alone, with more bits, beats two coarse copies. A recipe that is linear in what is stored keeps
+unbiased values unbiased (given the exact mask); others say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .capture import describe, parent, saved
+
+Rebuild = Callable[..., Tensor]
+
+
+class Recipe(NamedTuple):
+    """How the result of an op is made again from tensors that its node saved.
+
+    ``build`` reads what else is needed from the node and keeps no reference to it; the function it gives may change
+    its first argument. None if this call cannot be repeated.
+    """
+
+    sources: tuple[str, ...]
+    build: Callable[[Any], Rebuild | None]
+    linear: bool
+
+
+class Origin(NamedTuple):
+    """The op that made a tensor, and how to make the tensor again."""
+
+    op: str
+    sources: tuple[Any, ...]
+    """What stands for each source: whatever ``stored`` gave."""
+    rebuild: Rebuild
+    rectified: bool
+    """A ReLU followed: the tensor is the rebuilt one where its mask is set, and zero elsewhere."""
+    linear: bool
+
+
+def _affine(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    if x.dtype == torch.float32 and shift is not None:
+        return torch.addcmul(shift, x, scale, out=x)
+    x.mul_(scale)
+    return x if shift is None else x.add_(shift)
+
+
+def _batch_norm(node: Any) -> Rebuild | None:
+    if not saved(node, "training"):
+        return None
+    mean, scale, weight = saved(node, "result1"), saved(node, "result2"), saved(node, "weight")
+    if weight is None:
+        shift = -mean * scale
+    else:
+        # BN's backward does not need the bias, so the node does not keep it; a leaf that learns is found behind it.
+        bias = getattr(parent(node, 2), "variable", None)
+        if bias is None:
+            return None
+        scale = scale * weight.detach()
+        shift = bias.detach() - mean * scale
+
+    def rebuild(x: Tensor) -> Tensor:
+        shape = (1, -1) + (1,) * (x.dim() - 2)
+        return _affine(x, scale.view(shape), shift.view(shape))
+
+    return rebuild
+
+
+def _layer_norm(node: Any) -> Rebuild | None:
+    mean, scale = saved(node, "result1"), saved(node, "result2")
+    weight, bias = (None if w is None else w.detach().clone() for w in (saved(node, "weight"), saved(node, "bias")))
+
+    def rebuild(x: Tensor) -> Tensor:
+        x = x.sub_(mean).mul_(scale)
+        return x if weight is None else _affine(x, weight, bias)
+
+    return rebuild
+
+
+def _rms_norm(node: Any) -> Rebuild | None:
+    scale, weight = saved(node, "result1"), saved(node, "weight")
+    weight = None if weight is None else weight.detach().clone()
+
+    def rebuild(x: Tensor) -> Tensor:
+        x = x.mul_(scale)
+        return x if weight is None else x.mul_(weight)
+
+    return rebuild
+
+
+def _gelu(node: Any) -> Rebuild | None:
+    approximate = saved(node, "approximate")
+    return lambda x: functional.gelu(x, approximate=approximate)
+
+
+def _silu(node: Any) -> Rebuild | None:
+    return lambda x: functional.silu(x, inplace=True)
+
+
+def _product(node: Any) -> Rebuild | None:
+    return lambda x, y: x.mul_(y) if x.dim() >= y.dim() and x.numel() >= y.numel() else x * y
+
+
+RECIPES: dict[str, Recipe] = {
+    "NativeBatchNorm": Recipe(("input",), _batch_norm, linear=True),
+    "NativeLayerNorm": Recipe(("input",), _layer_norm, linear=True),
+    "FusedRmsNorm": Recipe(("input",), _rms_norm, linear=True),
+    # A product of two independently rounded factors has no bias either.
+    "Mul": Recipe(("self", "other"), _product, linear=True),
+    # Not linear: the mean of f(x + noise) is f(x) plus half the curvature times the noise's variance.
+    "Gelu": Recipe(("self",), _gelu, linear=False),
+    "Silu": Recipe(("self",), _silu, linear=False),
+}
+
+
+def origin_of(tensor: Tensor, stored: Callable[[Any, str], Any]) -> Origin | None:
+    """How to make ``tensor`` again, if a recipe knows.
+
+    ``stored(node, slot)`` gives what stands for a saved tensor whose values the caller keeps; None if it keeps none.
+    """
+    node: Any = tensor.grad_fn
+    if node is None:
+        return None
+    op = describe(node)[0]
+    rectified = op == "Relu"
+    if rectified:
+        node = parent(node, 0)
+        op = "" if node is None else describe(node)[0]
+    recipe = RECIPES.get(op)
+    if recipe is None:
+        return None
+    sources = []
+    for slot in recipe.sources:
+        found = stored(node, slot)
+        if found is None:
+            return None
+        sources.append(found)
+    rebuild = recipe.build(node)
+    return None if rebuild is None else Origin(op, tuple(sources), rebuild, rectified, recipe.linear)

@@ -51,11 +51,11 @@ CODECS: list[Codec] = [
     TwoValue(),
     *(Indices(-3, -3 + 2**b - 1) for b in (1, 2, 4, 8, 16, 32)),
     POOL,
-    *(GroupQuant(b) for b in (1, 2, 4, 8)),
+    *(GroupQuant(b) for b in range(1, 9)),
     GroupQuant(2, 7, "sample"),
     GroupQuant(4, 5, "row"),
     GroupQuant(8, 33, "flat"),
-    *(BlockMean(4, 2, b, 50) for b in (1, 2, 4, 8)),
+    *(BlockMean(4, 2, b, 50) for b in range(1, 9)),
     BlockMean(3, 1, 8),
     BlockMean(2, 3, 8),
     BlockMean(3, 2, 0),
@@ -352,11 +352,11 @@ def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GroupQuant(3), "bits must be one of 1, 2, 4, 8; got 3"),
-        (lambda: GroupQuant(0), "bits must be one of 1, 2, 4, 8; got 0"),
-        (lambda: GroupQuant(True), "bits must be one of 1, 2, 4, 8; got True"),
-        (lambda: GroupQuant(2.0), "bits must be one of 1, 2, 4, 8; got 2.0"),
-        (lambda: GroupQuant("2"), "bits must be one of 1, 2, 4, 8; got '2'"),
+        (lambda: GroupQuant(9), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 9"),
+        (lambda: GroupQuant(0), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 0"),
+        (lambda: GroupQuant(True), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got True"),
+        (lambda: GroupQuant(2.0), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 2.0"),
+        (lambda: GroupQuant("2"), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got '2'"),
         (lambda: GroupQuant(group=0), "group must be a whole number of at least 1; got 0"),
         (lambda: GroupQuant(group=True), "group must be a whole number of at least 1; got True"),
         (lambda: GroupQuant(group=2.5), "group must be a whole number of at least 1; got 2.5"),
@@ -364,8 +364,8 @@ def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> No
         (lambda: BlockMean(block=0), "block must be a whole number of at least 1; got 0"),
         (lambda: BlockMean(dims=4), "dims must be one of 1, 2, 3; got 4"),
         (lambda: BlockMean(dims=2.0), "dims must be one of 1, 2, 3; got 2.0"),
-        (lambda: BlockMean(bits=3), "bits must be one of 0, 1, 2, 4, 8; got 3"),
-        (lambda: BlockMean(bits=False), "bits must be one of 0, 1, 2, 4, 8; got False"),
+        (lambda: BlockMean(bits=9), "bits must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8; got 9"),
+        (lambda: BlockMean(bits=False), "bits must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8; got False"),
         (lambda: BlockMean(group=-1), "group must be a whole number of at least 1; got -1"),
         (lambda: BlockMean(bits=0, faithful=True), "faithful=True needs bits of at least 1; got bits=0"),
         (lambda: Cast("int8"), "dtype must be one of bfloat16, float16, .*; got 'int8'"),
@@ -438,7 +438,7 @@ def test_what_is_not_finite_never_looks_finite(codec: Codec, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_a_bad_group_is_all_nan_and_alone(bits: int, bad: float) -> None:
     codec = GroupQuant(bits, 16)
     clean = torch.randn(3, 40)
@@ -717,6 +717,13 @@ def _bfloat(words: np.ndarray) -> np.ndarray:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+
+
+def _code_bytes(n: int, bits: int) -> int:
+    return sum(math.ceil(n * width / 8) for width in PLANES[bits])
+
+
 def _read(packed: codecs.Packed, row: int, group: int, bits: int) -> tuple[np.ndarray, ...]:
     """Codes, low and step of every value in memory order, read by the format's description."""
     codes_buffer, side_buffer = packed.buffers[-2:]
@@ -726,10 +733,14 @@ def _read(packed: codecs.Packed, row: int, group: int, bits: int) -> tuple[np.nd
     for _ in range(packed.meta.numel // row):
         for start in range(0, row, group):
             n = min(group, row - start)
-            size = math.ceil(n * bits / 8)
-            chunk = raw[at : at + size]
-            for e in range(n):
-                codes.append(int(chunk[e % size]) >> (e // size * bits) & (2**bits - 1))
+            found, low_bit = [0] * n, 0
+            for width in PLANES[bits]:
+                size = math.ceil(n * width / 8)
+                chunk = raw[at : at + size]
+                for e in range(n):
+                    found[e] |= (int(chunk[e % size]) >> (e // size * width) & (2**width - 1)) << low_bit
+                at, low_bit = at + size, low_bit + width
+            codes += found
             words = side[g]
             if words[1] & 0x8000:  # constant
                 value = int(words[0]) << 16 | (int(words[1]) & 0x7FFF) << 1 | codes[-n] & 1
@@ -738,13 +749,13 @@ def _read(packed: codecs.Packed, row: int, group: int, bits: int) -> tuple[np.nd
                 base, scale = _bfloat(words)
             low += [base] * n
             step += [scale] * n
-            at, g = at + size, g + 1
+            g += 1
     assert at == raw.size
     assert g == side.shape[0]
     return np.array(codes), np.array(low, np.float32), np.array(step, np.float32)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_format_reads_back_independently(bits: int) -> None:
     x = torch.randn(5, 37, generator=torch.Generator().manual_seed(6))
     x[2, :16] = 0.1
@@ -754,7 +765,7 @@ def test_format_reads_back_independently(bits: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_side_information_brackets_the_group(bits: int, dtype: torch.dtype) -> None:
     """Low is the next bfloat16 at or below the minimum, step the next at or above what is needed."""
     x = (torch.randn(64, 24, generator=torch.Generator().manual_seed(7)) + 0.3).to(dtype)
@@ -778,6 +789,10 @@ GOLDEN: dict[Codec, str] = {
     GroupQuant(
         bits=8, group=8, layout="row"
     ): "00b24cfe9832e57f00ff6d00b24cfe9833e57f00fe6d 40bf213c00bfe13b40bf213c00bfe13b",
+    GroupQuant(bits=3, group=8, layout="row"): "c8dd5a3c0288dd5a3c02 40bfb73e00bf803e40bfb73e00bf803e",
+    GroupQuant(
+        bits=7, group=8, layout="row"
+    ): "b09926fec8dd5a700f3c02b09826fec8dd5a600e3c02 40bfa23c00bf623c40bfa23c00bf623c",
     BlockMean(
         block=4, dims=1, bits=2, group=16, faithful=False
     ): "003f203fab3e003f203fab3e c862dd873813 a0bf563f60bf193f",
@@ -802,7 +817,7 @@ def test_golden_bytes(codec: Codec) -> None:
 
 
 def test_golden_bytes_cover_the_format() -> None:
-    assert {c.bits for c in GOLDEN if isinstance(c, GroupQuant)} == {1, 2, 4, 8}
+    assert {c.bits for c in GOLDEN if isinstance(c, GroupQuant)} == {1, 2, 3, 4, 7, 8}
     assert any(isinstance(c, BlockMean) for c in GOLDEN)
 
 
@@ -843,7 +858,7 @@ COPIES = 4000
     ],
     ids=str,
 )
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_group_quant_is_unbiased(bits: int, ratio: float, dtype: torch.dtype) -> None:
     """Mean and mean square of the error of each value against the stored low and step.
 
@@ -855,7 +870,7 @@ def test_group_quant_is_unbiased(bits: int, ratio: float, dtype: torch.dtype) ->
     packed = GroupQuant(bits, n).encode(line.expand(COPIES, n), key=12)
     out = packed.decode().double().numpy()
     head = replace(packed, meta=TensorMeta((1, n), (n, 1), dtype))
-    head = replace(head, buffers=(packed.buffers[0][: math.ceil(n * bits / 8)], packed.buffers[1][:2]))
+    head = replace(head, buffers=(packed.buffers[0][: _code_bytes(n, bits)], packed.buffers[1][:2]))
     _, low, step = (a.astype(np.float64) for a in _read(head, n, n, bits))
     x = line.double().numpy()
     error = out - x
@@ -889,13 +904,13 @@ def test_unbiased_over_keys(codec: GroupQuant | BlockMean) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_block_mean_is_unbiased(bits: int, dtype: torch.dtype) -> None:
     """Samples are rows with their own groups; offset 100 must cancel against the rounded means."""
     image = (torch.randn(1, 1, 5, 6, generator=torch.Generator().manual_seed(11)) + 100).to(dtype)
     packed = BlockMean(4, 2, bits).encode(image.expand(COPIES, 1, 5, 6), key=13)
     out = packed.decode().double().view(COPIES, 30).numpy()
-    codes = math.ceil(30 * bits / 8)
+    codes = _code_bytes(30, bits)
     head = replace(
         packed,
         meta=TensorMeta((1, 30), (30, 1), dtype),
@@ -955,7 +970,7 @@ def test_thresholds_are_independent() -> None:
 # ---------------------------------------------------------------- groups and their borders
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_rows_do_not_touch_each_other(bits: int) -> None:
     x = torch.randn(3, 5, 37, generator=torch.Generator().manual_seed(12))
     y = x.clone()
@@ -1060,7 +1075,7 @@ def test_no_bits_is_pooling(dtype: torch.dtype, form: torch.memory_format) -> No
     assert torch.allclose(out.double(), wanted, rtol=2 * _half_ulp(dtype), atol=2e-6)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", [28, 14, 7, 4])
 def test_faithful_follows_the_paper(size: int, bits: int) -> None:
     """Floor-mode average pooling, nearest upsampling, the residual quantized with one range for a map."""
@@ -1083,7 +1098,7 @@ def test_faithful_follows_the_paper(size: int, bits: int) -> None:
     error = (packed.decode() - x).view(6, area).double().numpy()
     assert (np.abs(error) <= step * (1 + 2.0**-16) + 1e-6).all()
     assert np.abs(error).mean() > 0.05 * step.mean()  # and coarse as the range says, not finer
-    predicted = 6 * (2 * (size // kernel) ** 2 + math.ceil(area * bits / 8) + 4)
+    predicted = 6 * (2 * (size // kernel) ** 2 + _code_bytes(area, bits) + 4)
     assert packed.nbytes == predicted == codec.packed_nbytes(TensorMeta.of(x))
 
 
@@ -1114,7 +1129,7 @@ def test_support_restores_zeros(codec: Codec, dtype: torch.dtype, form: torch.me
     assert bool(((out.double() - x.double()).abs() <= _bound(codec, x)).all())
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_support_is_unbiased_and_tight(bits: int) -> None:
     """Positive values lie in [1, 2]: the range covers those alone, and rounding stays unbiased."""
     n = 24
@@ -1138,7 +1153,7 @@ def test_support_is_unbiased_and_tight(bits: int) -> None:
     assert (out[:, line.numpy() == 0] == 0).all()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_support_keeps_nan_and_constants(bits: int) -> None:
     x = torch.tensor([[0.0, 0.1, 0.1, 0.0], [0.0, math.nan, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0], [0, math.inf, 1, 2]])
     support = _support(x)

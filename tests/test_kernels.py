@@ -104,6 +104,27 @@ def test_groups(dtype: torch.dtype, bits: int, positive: bool) -> None:
     check_groups(special(dtype), 97 * 20, 256, bits, positive)
 
 
+SIZES = [*range(1, 21), 255, 256, 257, 4097]
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_widths_of_several_planes(dtype: torch.dtype, bits: int, positive: bool) -> None:
+    for row in SIZES:
+        for group in (5, 256):
+            check_groups(sample(3 * row, dtype), row, group, bits, positive)
+    for group in (1, 7, 1000):
+        check_groups(special(dtype), 97, group, bits, positive)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_widths_of_several_planes_in_threads(threads: int, bits: int) -> None:
+    for dtype in FLOATS:
+        check_groups(sample(3 * 33_333, dtype), 33_333, 256, bits, False)
+        check_blocks(sample(20 * 3136, dtype), (20, 1, 56, 56, 1), 8, 3136, 256, bits)
+
+
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_large_groups(threads: int, dtype: torch.dtype, positive: bool) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from .. import ops
 from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require, require_positive
 
-BITS = (1, 2, 4, 8)
+BITS = tuple(range(1, 9))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

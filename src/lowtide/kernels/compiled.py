@@ -208,6 +208,14 @@ def _positive_range(values: int, source: int, n: int) -> tuple[Any, Any]:
 
 
 @_inline
+def _size(n: int, bits: int) -> int:
+    """Bytes of the codes of a group: a plane for each power of two in ``bits``."""
+    return (
+        (n if bits & 8 else 0) + ((n * (bits & 4) + 7) >> 3) + ((n * (bits & 2) + 7) >> 3) + ((n * (bits & 1) + 7) >> 3)
+    )
+
+
+@_inline
 def _code(x: Any, low: Any, inverse: Any, top: Any, random: Any) -> Any:
     scaled = _fused(F32(I32(random)), _ULP, (x - low) * inverse)  # exact product: the rounding of a plain sum
     scaled = scaled if scaled > _ZERO else _ZERO  # NaN (of a value outside the range) becomes 0
@@ -246,9 +254,33 @@ def _fit(values: int, source: int, n: int, bits: int, positive: int, codes: int,
         return
     else:
         words[0], words[1], exact = U16(0x7FC0), U16(0), U32(0)
-    for j in range((n * bits + 7) >> 3):
+    for j in range(_size(n, bits)):
         p[j] = U8(0)
     p[0] = U8(exact & 1)
+
+
+@_inline
+def _pack_plane(codes: int, n: int, width: int, low: int, out: int) -> int:
+    """``width`` bits of each code from bit ``low`` on; the address behind them."""
+    c, p = _pointer(codes, types.uint8), _pointer(out, types.uint8)
+    size, mask = (n * width + 7) >> 3, U32((1 << width) - 1)
+    for j in range(size):
+        p[j] = U8((U32(c[j]) >> U32(low)) & mask)
+    for k in range(1, 8 // width):
+        for j in range(min(size, n - k * size)):
+            p[j] |= U8(((U32(c[k * size + j]) >> U32(low)) & mask) << U32(k * width))
+    return out + size
+
+
+@_plain
+def _pack(codes: int, n: int, bits: int, out: int) -> None:
+    """Codes of fewer than 8 bits, a byte each, into planes: the widest first, with the lowest bits."""
+    if bits & 4:
+        out = _pack_plane(codes, n, 4, 0, out)
+    if bits & 2:
+        out = _pack_plane(codes, n, 2, bits & 4, out)
+    if bits & 1:
+        _pack_plane(codes, n, 1, bits & 6, out)
 
 
 @_plain
@@ -257,11 +289,12 @@ def _fill(values: int, n: int, bits: int, h: Any, codes: int, side: int, scratch
     v, words = _pointer(values, types.float32), _pointer(side, types.uint16)
     if words[1] == 0 or words[1] & 0x8000:
         return
-    p, c = _pointer(codes, types.uint8), _pointer(codes if bits == 8 else scratch, types.uint8)
+    loose = codes if bits == 8 else scratch
+    p, c = _pointer(codes, types.uint8), _pointer(loose, types.uint8)
     low, top = _float(U32(words[0]) << 16), F32((1 << bits) - 1)
     inverse = F32(1.0) / _float(U32(words[1]) << 16)
     dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
-    lane, size = (n + 3) >> 2, (n * bits + 7) >> 3
+    lane = (n + 3) >> 2
     if bits == 2 and n & 3 == 0:
         for j in range(lane):
             q = _four(v, j, lane, low, inverse, top, h, dither)
@@ -287,11 +320,7 @@ def _fill(values: int, n: int, bits: int, h: Any, codes: int, side: int, scratch
             w = U32(w >> 8)
         h = U32(h + _GOLDEN)
     if bits < 8:
-        for j in range(size):
-            p[j] = c[j]
-        for k in range(1, 8 // bits):
-            for j in range(min(size, n - k * size)):
-                p[j] |= U8(c[k * size + j] << (k * bits))
+        _pack(loose, n, bits, codes)
 
 
 @_inline
@@ -315,7 +344,7 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
     """
     codes, side, row, group, bits, positive, key, key_high = p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9]
     full, rest = row // group, row % group
-    size, last_size = (group * bits + 7) >> 3, (rest * bits + 7) >> 3
+    size, last_size = _size(group, bits), _size(rest, bits)
     per_row = full + (1 if rest else 0)
     codes += first // per_row * (full * size + last_size) + first % per_row * size
     at, byte, column = 0, 0, first % per_row
@@ -324,7 +353,11 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
         for i in range(0, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
         _fit(values + 4 * at, source + 4 * at, n, bits, positive, codes + byte, side + 4 * g)
-        at, byte, column = at + n, byte + ((n * bits + 7) >> 3), 0 if column + 1 == per_row else column + 1
+        at, byte, column = (
+            at + n,
+            byte + (last_size if column == full else size),
+            0 if column + 1 == per_row else column + 1,
+        )
     at, byte, column = 0, 0, first % per_row
     for g in range(first, last):
         n = rest if column == full else group
@@ -332,7 +365,34 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
         for i in range(64, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
         _fill(values + 4 * at, n, bits, h, codes + byte, side + 4 * g, scratch)
-        at, byte, column = at + n, byte + ((n * bits + 7) >> 3), 0 if column + 1 == per_row else column + 1
+        at, byte, column = (
+            at + n,
+            byte + (last_size if column == full else size),
+            0 if column + 1 == per_row else column + 1,
+        )
+
+
+@_inline
+def _unpack_plane(codes: int, n: int, width: int, low: int, values: int) -> int:
+    """Adds ``width`` bits from bit ``low`` on to the codes that lie in the place of the values."""
+    c, v = _pointer(codes, types.uint8), _pointer(values, types.uint32)
+    size, mask = (n * width + 7) >> 3, U32((1 << width) - 1)
+    for k in range(8 // width):
+        for j in range(min(size, n - k * size)):
+            part = U32(((U32(c[j]) >> U32(k * width)) & mask) << U32(low))
+            v[k * size + j] = U32(v[k * size + j] | part) if low else part
+    return codes + size
+
+
+@_plain
+def _unpack(codes: int, n: int, bits: int, values: int) -> None:
+    """Codes of fewer than 8 bits as 32-bit integers."""
+    if bits & 4:
+        codes = _unpack_plane(codes, n, 4, 0, values)
+    if bits & 2:
+        codes = _unpack_plane(codes, n, 2, bits & 4, values)
+    if bits & 1:
+        _unpack_plane(codes, n, 1, bits & 6, values)
 
 
 @_plain
@@ -340,7 +400,8 @@ def _decode(p: Any, values: int, first: int, last: int) -> None:
     """Groups one after another into float32 values."""
     codes, side, row, group, bits = p[2], p[3], p[4], p[5], p[6]
     full, rest = row // group, row % group
-    size, last_size, mask = (group * bits + 7) >> 3, (rest * bits + 7) >> 3, (1 << bits) - 1
+    size, last_size, mask = _size(group, bits), _size(rest, bits), (1 << bits) - 1
+    planes = bits & (bits - 1) != 0
     per_row = full + (1 if rest else 0)
     codes += first // per_row * (full * size + last_size) + first % per_row * size
     column = first % per_row
@@ -356,9 +417,15 @@ def _decode(p: Any, values: int, first: int, last: int) -> None:
             base |= ((second & 0x7FFF) << 1) | (c[0] & 1)
             second = U32(0)
         low, step = _float(base), _float(U32(second << 16))
-        for k in range(8 // bits):
-            for j in range(min(bytes_, n - k * bytes_)):
-                v[k * bytes_ + j] = low + F32(I32((c[j] >> (k * bits)) & mask)) * step
+        if planes:
+            _unpack(codes, n, bits, values)
+            q = _pointer(values, types.int32)
+            for j in range(n):
+                v[j] = low + F32(q[j]) * step
+        else:
+            for k in range(8 // bits):
+                for j in range(min(bytes_, n - k * bytes_)):
+                    v[k * bytes_ + j] = low + F32(I32((c[j] >> (k * bits)) & mask)) * step
         values, codes, column = values + 4 * n, codes + bytes_, 0 if column + 1 == per_row else column + 1
 
 

@@ -145,7 +145,7 @@ def _is(tensor: Tensor, dtype: torch.dtype, numel: int) -> bool:
 
 def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int] | None:
     """Groups, and bytes of their codes."""
-    if numel == 0 or row < 1 or group < 1 or numel % row or bits not in (1, 2, 4, 8):
+    if numel == 0 or row < 1 or group < 1 or numel % row or not 1 <= bits <= 8:
         return None
     rows = numel // row
     return rows * groups_in_row(row, group), rows * row_bytes(row, group, bits)

@@ -6,8 +6,9 @@ every sum, the random numbers, the rounding of the side information, the layout 
 Numbers written once, used by every backend
     Groups.   A flat tensor is cut into rows of ``row`` values and each row into groups of ``group``
               values; the last group of a row may be shorter. A group starts on a byte.
-    Codes.    Planar: with ``P = ceil(n * bits / 8)`` bytes for the ``n`` values of a group, value
-              ``e`` sits in byte ``e % P`` at bit ``(e // P) * bits``.
+    Codes.    Planes whose widths ``w`` are the powers of two in ``bits``, the widest first and with the lowest
+              bits of the codes (3 = 2 + 1, 7 = 4 + 2 + 1). In the ``P = ceil(n * w / 8)`` bytes of a plane for
+              the ``n`` values of a group, value ``e`` sits in byte ``e % P`` at bit ``(e // P) * w``.
     Side.     Two 16-bit words for each group: ``low`` (bfloat16, rounded down) and ``step``
               (bfloat16, rounded up). A constant group sets the sign bit of the second word and
               keeps its 32-bit value in the remaining 31 bits and the first code's lowest bit, so it
@@ -66,9 +67,15 @@ def _uniform(groups: Tensor, n: int) -> Tensor:
 # ---------------------------------------------------------------- groups
 
 
+def _planes(bits: int) -> list[tuple[int, int]]:
+    """Width of each plane, and the lowest bit of a code that it holds."""
+    widths = [w for w in (8, 4, 2, 1) if bits & w]
+    return [(w, sum(widths[:i])) for i, w in enumerate(widths)]
+
+
 def group_bytes(n: int, bits: int) -> int:
     """Bytes of the codes of one group of ``n`` values."""
-    return -(-n * bits // 8)
+    return sum(-(-n * width // 8) for width, _ in _planes(bits))
 
 
 def row_bytes(row: int, group: int, bits: int) -> int:
@@ -167,23 +174,28 @@ def _quantize_tile(x: Tensor, keep: Tensor | None, groups: Tensor, bits: int) ->
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return codes
+    return torch.cat([_pack_plane((codes >> low) & (2**w - 1), w) for w, low in _planes(bits)], dim=1)
+
+
+def _pack_plane(codes: Tensor, width: int) -> Tensor:
     groups, n = codes.shape
-    size = group_bytes(n, bits)
-    per_byte = 8 // bits
+    size = -(-n * width // 8)
+    per_byte = 8 // width
     codes = torch.nn.functional.pad(codes, (0, size * per_byte - n)).view(groups, per_byte, size)
     packed = codes[:, 0].clone()
     for k in range(1, per_byte):
-        packed |= codes[:, k] << (k * bits)
+        packed |= codes[:, k] << (k * width)
     return packed
 
 
 def _unpack(packed: Tensor, n: int, bits: int) -> Tensor:
-    if bits == 8:
-        return packed
-    mask = 2**bits - 1
-    return torch.cat([(packed >> (k * bits)) & mask for k in range(8 // bits)], dim=1)[:, :n]
+    codes, at = packed.new_zeros((packed.shape[0], n)), 0
+    for width, low in _planes(bits):
+        size, mask = -(-n * width // 8), 2**width - 1
+        plane = packed[:, at : at + size]
+        codes |= torch.cat([(plane >> (k * width)) & mask for k in range(8 // width)], dim=1)[:, :n] << low
+        at += size
+    return codes
 
 
 def _side_values(codes: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = tuple(n for n in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, n))
 POOL = PoolOffsets(size=(64, 64), kernel=(3, 2), stride=(2, 3), padding=(1, 0), dilation=(1, 2))
 
+LEVELS = {
+    1: (0.0, 1.0),
+    2: (0.0, 0.25, 0.6, 1.0),
+    3: (0.0, 0.1, 0.25, 0.4, 0.5, 0.7, 0.9, 1.0),
+    4: (*(i / 20 for i in range(12)), 0.6, 0.7, 0.9, 1),
+}
+
 # A new codec is one line here; the contract below then holds for it.
 CODECS: list[Codec] = [
     Raw(),
@@ -56,6 +63,9 @@ CODECS: list[Codec] = [
     GroupQuant(4, 5, "row"),
     GroupQuant(8, 33, "flat"),
     *(BlockMean(4, 2, b, 50) for b in range(1, 9)),
+    *(GroupQuant(b, 50, "sample", LEVELS[b]) for b in LEVELS),
+    BlockMean(4, 2, 2, 50, levels=(0.0, 0.25, 0.6, 1.0)),
+    BlockMean(4, 2, 3, 50, True, (0.0, 0.1, 0.25, 0.4, 0.5, 0.7, 0.9, 1.0)),
     BlockMean(3, 1, 8),
     BlockMean(2, 3, 8),
     BlockMean(3, 2, 0),
@@ -213,12 +223,18 @@ def _bound(codec: Codec, x: Tensor) -> Tensor | float:
         floor = largest / info.max * info.smallest_normal if codec.dtype.startswith("float8") else 2.0**-14
         return wide.abs() * info.eps * 0.51 + floor * info.eps + rounding
     if isinstance(codec, GroupQuant):
-        return (span + largest * 2.0**-7) * (1 + 2.0**-6) / (2**codec.bits - 1) + rounding
+        return (span + largest * 2.0**-7) * (1 + 2.0**-6) * _widest(codec) + rounding
     assert isinstance(codec, BlockMean)
     if codec.bits == 0:
         return span + rounding
     wobble = largest * 2.0**-8
-    return (2 * (span + wobble)) * (1 + 2.0**-6) ** 2 / (2**codec.bits - 1) + rounding
+    return (2 * (span + wobble)) * (1 + 2.0**-6) ** 2 * _widest(codec) + rounding
+
+
+def _widest(codec: GroupQuant | BlockMean) -> float:
+    """The largest distance between two levels, as a fraction of the range."""
+    even = [i / (2**codec.bits - 1) for i in range(2**codec.bits)]
+    return max(b - a for a, b in itertools.pairwise(codec.levels or even))
 
 
 def _ids(codec: object) -> str:
@@ -368,6 +384,16 @@ def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> No
         (lambda: BlockMean(bits=False), "bits must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8; got False"),
         (lambda: BlockMean(group=-1), "group must be a whole number of at least 1; got -1"),
         (lambda: BlockMean(bits=0, faithful=True), "faithful=True needs bits of at least 1; got bits=0"),
+        (lambda: GroupQuant(8, levels=(0.0, 1.0)), "levels go with 1 to 4 bits; got bits=8"),
+        (lambda: BlockMean(bits=0, levels=(0.0, 1.0)), "levels go with 1 to 4 bits; got bits=0"),
+        (lambda: GroupQuant(2, levels=(0.0, 1.0)), "levels must be a tuple of 4 numbers from 0.0 to 1.0 with 2 bits"),
+        (lambda: GroupQuant(1, levels=[0.0, 1.0]), "levels must be a tuple of 2 numbers"),
+        (lambda: GroupQuant(1, levels=("0", 1.0)), "levels must be a tuple of 2 numbers"),
+        (lambda: GroupQuant(1, levels=(0.0, 0.9)), "levels must be a tuple of 2 numbers"),
+        (lambda: BlockMean(bits=1, levels=(0.1, 1.0)), "levels must be a tuple of 2 numbers"),
+        (lambda: GroupQuant(2, levels=(0.0, 0.5, 0.5, 1.0)), r"levels must rise by at least 2\*\*-16 each"),
+        (lambda: GroupQuant(2, levels=(0.0, 0.6, 0.5, 1.0)), r"levels must rise by at least 2\*\*-16 each"),
+        (lambda: GroupQuant(2, levels=(0.0, math.nan, 0.5, 1.0)), r"levels must rise by at least 2\*\*-16 each"),
         (lambda: Cast("int8"), "dtype must be one of bfloat16, float16, .*; got 'int8'"),
         (lambda: Mask(1.0, 1.0), "low must be below high; got low=1.0, high=1.0"),
         (lambda: Mask(2.0, 1.0), "low must be below high; got low=2.0, high=1.0"),
@@ -888,6 +914,37 @@ def test_group_quant_is_unbiased(bits: int, ratio: float, dtype: torch.dtype) ->
     assert ((error**2).mean(0) <= step**2 / 4 + hoeffding + extra).all()
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("ratio", [0, 1])
+@pytest.mark.parametrize("bits", LEVELS)
+def test_levels_are_unbiased(bits: int, ratio: float, dtype: torch.dtype) -> None:
+    """Between levels a < b a value has error variance (x - a) (b - x), at most (b - a)**2 / 4.
+
+    Rounding may add what even levels have, and that of the sum of intervals: 2**-23 for each, times their width.
+    """
+    n, top = 29, 2**bits - 1
+    line = _row_data(ratio, n, dtype)
+    packed = GroupQuant(bits, n, levels=LEVELS[bits]).encode(line.expand(COPIES, n), key=12)
+    out = packed.decode().double().numpy()
+    head = replace(packed, meta=TensorMeta((1, n), (n, 1), dtype))
+    head = replace(head, buffers=(packed.buffers[0][: _code_bytes(n, bits)], packed.buffers[1][:2]))
+    _, low, step = (a.astype(np.float64) for a in _read(head, n, n, bits))
+    x = line.double().numpy()
+    levels = low[0] + np.array(LEVELS[bits]) * top * step[0]
+    at = np.clip(np.searchsorted(levels, x, side="right") - 1, 0, top - 1)
+    below, above = levels[at], levels[at + 1]
+    rounding = _float_bias(x, low, step, bits, dtype) + (above - below) * top * 2.0**-23
+    error = out - x
+    assert (np.minimum(np.abs(out - below), np.abs(out - above)) <= rounding).all()
+    variance = (x - below) * (above - x)
+    width = above - below
+    assert (np.abs(error.mean(0)) <= _tolerance(variance, width, COPIES, n) + rounding).all()
+    hoeffding = (width + rounding) ** 2 * math.sqrt(math.log(2 * n / 1e-6) / (2 * COPIES))
+    extra = 2 * rounding * width + rounding**2
+    assert (np.abs((error**2).mean(0) - variance) <= hoeffding + extra).all()
+    assert ((error**2).mean(0) <= width**2 / 4 + hoeffding + extra).all()
+
+
 @pytest.mark.parametrize("codec", [GroupQuant(2, 16), BlockMean(3, 2, 2)], ids=_ids)
 def test_unbiased_over_keys(codec: GroupQuant | BlockMean) -> None:
     """The same over keys rather than rows: error of the mean over 3000 keys, step from the side words."""
@@ -1170,16 +1227,24 @@ def test_support_keeps_nan_and_constants(bits: int) -> None:
 _flat = torch.linspace(-1, 1, 120)
 _codes, _side = reference.quantize_groups(_flat, 40, 16, 2, 1, False)
 _low, _bcodes, _bside = reference.quantize_blocks(_flat, (2, 1, 6, 5, 2), 4, 60, 16, 2, 1, False)
+_levels = torch.tensor([0.0, 0.7, 1.5, 3.0])
 _mask = reference.pack_band(_flat, 0.0, math.inf, False, True)
 _numbers = torch.arange(120) % 4
 _geometry = (2, 1, 6, 5, 2)
 CALLS = {
     "quantize_groups": [(_flat.to(d), 40, 16, 2, 1, p) for d in FLOATS for p in (False, True)]
-    + [(_flat, 120, 120, 8, -1, False), (_flat[:0], 0, 16, 2, 1, False)],
-    "dequantize_groups": [(_codes, _side, 120, 40, 16, 2, d, s) for d in FLOATS for s in (None, _mask)],
-    "quantize_blocks": [(_flat.to(d), _geometry, 4, 60, 16, 2, 1, p) for d in FLOATS for p in (False, True)],
+    + [(_flat, 120, 120, 8, -1, False), (_flat[:0], 0, 16, 2, 1, False), (_flat, 40, 16, 2, 1, False, _levels)],
+    "dequantize_groups": [
+        (_codes, _side, 120, 40, 16, 2, d, s, t) for d in FLOATS for s in (None, _mask) for t in (None, _levels)
+    ],
+    "quantize_blocks": [
+        (_flat.to(d), _geometry, 4, 60, 16, 2, 1, p, t) for d in FLOATS for p in (False, True) for t in (None, _levels)
+    ],
     "dequantize_blocks": [
-        (_low, _bcodes, _bside, _geometry, 4, 60, 16, 2, d, s) for d in FLOATS for s in (None, _mask)
+        (_low, _bcodes, _bside, _geometry, 4, 60, 16, 2, d, s, t)
+        for d in FLOATS
+        for s in (None, _mask)
+        for t in (None, _levels)
     ],
     "block_means": [(_flat.to(d), _geometry, b, d) for d in FLOATS for b in (1, 4, 8)],
     "spread_blocks": [(_low, _geometry, 4, d) for d in FLOATS] + [(_flat, _geometry, 1, torch.float32)],

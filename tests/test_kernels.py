@@ -81,14 +81,14 @@ def special(dtype: torch.dtype) -> Tensor:
     return x.view(-1).to(dtype)
 
 
-def check_groups(x: Tensor, row: int, group: int, bits: int, positive: bool) -> None:
-    about = (x.dtype, x.numel(), row, group, bits, positive)
+def check_groups(x: Tensor, row: int, group: int, bits: int, positive: bool, levels: Tensor | None = None) -> None:
+    about = (x.dtype, x.numel(), row, group, bits, positive, levels)
     key = 0x1234567_89ABCDEF + row
-    codes, side = reference.quantize_groups(x, row, group, bits, key, positive)
-    assert_same(ops.quantize_groups(x, row, group, bits, key, positive), (codes, side), about)
+    codes, side = reference.quantize_groups(x, row, group, bits, key, positive, levels)
+    assert_same(ops.quantize_groups(x, row, group, bits, key, positive, levels), (codes, side), about)
     support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
     for dtype in {x.dtype, torch.float32}:
-        shape = (codes, side, x.numel(), row, group, bits, dtype, support)
+        shape = (codes, side, x.numel(), row, group, bits, dtype, support, levels)
         assert_same(ops.dequantize_groups(*shape), reference.dequantize_groups(*shape), about)
 
 
@@ -123,6 +123,39 @@ def test_widths_of_several_planes_in_threads(threads: int, bits: int) -> None:
     for dtype in FLOATS:
         check_groups(sample(3 * 33_333, dtype), 33_333, 256, bits, False)
         check_blocks(sample(20 * 3136, dtype), (20, 1, 56, 56, 1), 8, 3136, 256, bits)
+
+
+def levels_of(bits: int) -> Tensor:
+    """Levels at distances that are no round numbers, in units of a step."""
+    generator = torch.Generator().manual_seed(bits)
+    levels = (torch.rand(2**bits - 1, generator=generator, dtype=torch.float64) + 0.05).cumsum(0)
+    return torch.cat([levels.new_zeros(1), levels / levels[-1] * (2**bits - 1)]).float()
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_levels(dtype: torch.dtype, bits: int, positive: bool) -> None:
+    for row in SIZES:
+        for group in (5, 256):
+            check_groups(sample(3 * row, dtype), row, group, bits, positive, levels_of(bits))
+    for group in (1, 7, 64, 1000):
+        check_groups(special(dtype), 97, group, bits, positive, levels_of(bits))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_levels_in_threads(threads: int, bits: int) -> None:
+    for dtype in FLOATS:
+        check_groups(sample(3 * 33_333, dtype), 33_333, 256, bits, False, levels_of(bits))
+        check_blocks(sample(20 * 3136, dtype), (20, 1, 56, 56, 1), 8, 3136, 256, bits, levels_of(bits))
+        check_blocks(special(dtype).repeat(2), (10, 1, 1, 388, 1), 8, 388, 64, bits, levels_of(bits))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_even_levels_change_nothing(bits: int) -> None:
+    x, levels = sample(4096, torch.float32), torch.arange(2.0**bits)
+    truth = reference.quantize_groups(x, 4096, 256, bits, 5, False)
+    assert_same(ops.quantize_groups(x, 4096, 256, bits, 5, False, levels), truth, bits)
 
 
 @pytest.mark.parametrize("positive", [False, True])
@@ -164,13 +197,15 @@ GEOMETRIES = [
 ]
 
 
-def check_blocks(x: Tensor, geometry: tuple[int, ...], block: int, row: int, group: int, bits: int) -> None:
+def check_blocks(
+    x: Tensor, geometry: tuple[int, ...], block: int, row: int, group: int, bits: int, levels: Tensor | None = None
+) -> None:
     for positive in (False, True):
-        about = (x.dtype, geometry, block, row, group, bits, positive)
-        truth = reference.quantize_blocks(x, geometry, block, row, group, bits, 77, positive)
-        assert_same(ops.quantize_blocks(x, geometry, block, row, group, bits, 77, positive), truth, about)
+        about = (x.dtype, geometry, block, row, group, bits, positive, levels)
+        truth = reference.quantize_blocks(x, geometry, block, row, group, bits, 77, positive, levels)
+        assert_same(ops.quantize_blocks(x, geometry, block, row, group, bits, 77, positive, levels), truth, about)
         support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
-        shape = (*truth, geometry, block, row, group, bits, x.dtype, support)
+        shape = (*truth, geometry, block, row, group, bits, x.dtype, support, levels)
         assert_same(ops.dequantize_blocks(*shape), reference.dequantize_blocks(*shape), about)
 
 
@@ -306,6 +341,11 @@ def test_wrong_sizes_raise_instead_of_reading_beyond() -> None:
         ops.dequantize_groups(codes[:-4], side, 1000, 1000, 256, 2, torch.float32, None)
     with pytest.raises(RuntimeError):
         ops.dequantize_groups(codes, side[:-2], 1000, 1000, 256, 2, torch.float32, None)
+    for levels in (torch.arange(3.0), torch.arange(4)):
+        with pytest.raises(RuntimeError, match="levels must be 4 float32 values"):
+            ops.quantize_groups(x, 1000, 256, 2, 0, False, levels)
+        with pytest.raises(RuntimeError, match="levels must be 4 float32 values"):
+            ops.dequantize_groups(codes, side, 1000, 1000, 256, 2, torch.float32, None, levels)
 
 
 def test_float64_is_served_by_the_reference() -> None:

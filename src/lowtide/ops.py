@@ -34,13 +34,14 @@ __all__ = [
 ]
 
 SCHEMAS = {
-    "quantize_groups": "(Tensor x, int row, int group, int bits, int key, bool positive) -> (Tensor, Tensor)",
+    "quantize_groups": "(Tensor x, int row, int group, int bits, int key, bool positive,"
+    " Tensor? levels=None) -> (Tensor, Tensor)",
     "dequantize_groups": "(Tensor codes, Tensor side, int numel, int row, int group, int bits,"
-    " ScalarType dtype, Tensor? support) -> Tensor",
+    " ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
     "quantize_blocks": "(Tensor x, int[] geometry, int block, int row, int group, int bits, int key,"
-    " bool positive) -> (Tensor, Tensor, Tensor)",
+    " bool positive, Tensor? levels=None) -> (Tensor, Tensor, Tensor)",
     "dequantize_blocks": "(Tensor low, Tensor codes, Tensor side, int[] geometry, int block, int row,"
-    " int group, int bits, ScalarType dtype, Tensor? support) -> Tensor",
+    " int group, int bits, ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
     "block_means": "(Tensor x, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "spread_blocks": "(Tensor low, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
@@ -68,7 +69,7 @@ def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int]:
 
 @_fake
 def _fake_quantize_groups(
-    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool
+    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     codes, side = _sizes(x.numel(), row, group, bits)
     return x.new_empty(codes, dtype=torch.uint8), x.new_empty(side, dtype=torch.int16)
@@ -84,6 +85,7 @@ def _fake_dequantize_groups(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     return codes.new_empty(numel, dtype=dtype)
 
@@ -104,7 +106,15 @@ def _numel(geometry: Sequence[int]) -> int:
 
 @_fake
 def _fake_quantize_blocks(
-    x: Tensor, geometry: Sequence[int], block: int, row: int, group: int, bits: int, key: int, positive: bool
+    x: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     low = x.new_empty(_low_numel(geometry, block), dtype=torch.bfloat16)
     codes, side = _sizes(x.numel(), row, group, bits)
@@ -123,6 +133,7 @@ def _fake_dequantize_blocks(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     return low.new_empty(_numel(geometry), dtype=dtype)
 
@@ -158,9 +169,7 @@ def _fake_unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype
 
 
 _namespace = torch.ops.lowtide
-quantize_groups: Callable[[Tensor, int, int, int, int, bool], tuple[Tensor, Tensor]] = (
-    _namespace.quantize_groups.default
-)
+quantize_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_groups.default
 dequantize_groups: Callable[..., Tensor] = _namespace.dequantize_groups.default
 quantize_blocks: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.quantize_blocks.default
 dequantize_blocks: Callable[..., Tensor] = _namespace.dequantize_blocks.default

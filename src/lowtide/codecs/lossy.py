@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -27,6 +28,26 @@ def _require_float(tensor: Tensor, codec: Codec) -> None:
         raise TypeError(f"{codec.id} stores {allowed}; got {tensor.dtype}. Keep such a tensor with Raw()")
 
 
+def _require_levels(levels: tuple[float, ...] | None, bits: int) -> None:
+    if levels is None:
+        return
+    if not 1 <= bits <= 4:
+        raise ValueError(f"levels go with 1 to 4 bits; got bits={bits}")
+    numbers = isinstance(levels, tuple) and all(isinstance(v, (int, float)) for v in levels)
+    if not numbers or len(levels) != 2**bits or (levels[0], levels[-1]) != (0, 1):
+        raise ValueError(f"levels must be a tuple of {2**bits} numbers from 0.0 to 1.0 with {bits} bits; got {levels}")
+    # Closer together they might be one in float32, and their distance has to be divided by.
+    if not all(b - a >= 2.0**-16 for a, b in pairwise(levels)):
+        raise ValueError(f"levels must rise by at least 2**-16 each; got {levels}")
+
+
+def _steps(levels: tuple[float, ...] | None, bits: int, device: torch.device) -> Tensor | None:
+    """Levels in units of a group's step."""
+    if levels is None:
+        return None
+    return torch.tensor([level * (2**bits - 1) for level in levels], dtype=torch.float32, device=device)
+
+
 @dataclass(frozen=True)
 class GroupQuant(Codec):
     """Affine quantization of each run of ``group`` values, rounded at random.
@@ -38,34 +59,42 @@ class GroupQuant(Codec):
 
     ``layout`` says what a group may not straddle: ``"row"`` the innermost dimension (tokens,
     normalized rows), ``"sample"`` the outermost (maps of one image), ``"flat"`` nothing.
+
+    ``levels`` are the values that codes stand for, as fractions of the range, where even ones do not fit
+    the values (TinyScript, Fu et al. 2020): 2**bits numbers from 0.0 to 1.0. A value between two of them has a
+    variance below a quarter of their distance's square.
     """
 
     id: ClassVar[str] = "group_quant"
     bits: int = 2
     group: int = 256
     layout: str = "row"
+    levels: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         require(self.bits, BITS, "bits")
         require_positive(self.group, "group")
         require(self.layout, ("row", "sample", "flat"), "layout")
+        _require_levels(self.levels, self.bits)
 
     def __str__(self) -> str:
-        return f"{self.id}({self.bits} bits)"
+        return f"{self.id}({self.bits} bits{', levels' if self.levels else ''})"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """With ``support`` the range of a group covers its positive values only."""
         _require_float(tensor, self)
         flat, meta, layout = flatten(tensor)
         row = row_of(self.layout, layout, meta.numel)
-        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, support is not None)
+        levels = _steps(self.levels, self.bits, tensor.device)
+        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, support is not None, levels)
         return Packed(self, meta, (codes, side))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """With ``support`` the zeros of a rectified tensor come back exactly."""
         meta, (codes, side) = packed.meta, packed.buffers
         row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
-        flat = ops.dequantize_groups(codes, side, meta.numel, row, self.group, self.bits, meta.dtype, support)
+        levels = _steps(self.levels, self.bits, codes.device)
+        flat = ops.dequantize_groups(codes, side, meta.numel, row, self.group, self.bits, meta.dtype, support, levels)
         return flat.as_strided(meta.shape, meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
@@ -95,7 +124,7 @@ class BlockMean(Codec):
     the number of trailing spatial dimensions, 1 to 3; blocks at the edge average what they hold.
     The difference is taken to the *rounded* means, so their rounding costs no bias. With
     ``bits=0`` nothing but the means (in the tensor's own dtype) is kept: pooled backprop, which is
-    biased by the lost high frequencies.
+    biased by the lost high frequencies. ``levels`` as in :class:`GroupQuant`.
 
     ``faithful=True`` reproduces the published scheme: floor-mode pooling, whose windows do not
     line up with the nearest-neighbour upsampling unless the block divides the map, one range for
@@ -108,17 +137,21 @@ class BlockMean(Codec):
     bits: int = 2
     group: int = 256
     faithful: bool = False
+    levels: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         require_positive(self.block, "block")
         require(self.dims, (1, 2, 3), "dims")
         require(self.bits, (0, *BITS), "bits")
         require_positive(self.group, "group")
+        _require_levels(self.levels, self.bits)
         if self.faithful and self.bits == 0:
             raise ValueError("faithful=True needs bits of at least 1; got bits=0")
 
     def __str__(self) -> str:
-        return f"{self.id}({self.bits} bits)" if self.bits else f"{self.id}(means only)"
+        if self.bits == 0:
+            return f"{self.id}(means only)"
+        return f"{self.id}({self.bits} bits{', levels' if self.levels else ''})"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """With ``support`` the range of a group covers the differences of positive values only."""
@@ -139,7 +172,8 @@ class BlockMean(Codec):
             means.masked_fill_(means.isinf(), torch.nan)  # a sum beyond float32, or Inf in the block
             return Packed(self, meta, (means,))
         positive = support is not None
-        buffers = ops.quantize_blocks(flat, geometry, self.block, row, self.group, self.bits, key, positive)
+        levels = _steps(self.levels, self.bits, tensor.device)
+        buffers = ops.quantize_blocks(flat, geometry, self.block, row, self.group, self.bits, key, positive, levels)
         return Packed(self, meta, buffers)
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
@@ -155,8 +189,9 @@ class BlockMean(Codec):
         else:
             low, codes, side = packed.buffers
             flat = ops.dequantize_blocks(
-                low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype, support
-            )
+                low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype, support,
+                _steps(self.levels, self.bits, codes.device),
+            )  # fmt: skip
         return _with_stride(flat.as_strided(meta.shape, stride), meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
@@ -188,13 +223,15 @@ class BlockMean(Codec):
         pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[self.dims - 1]
         low = pool(maps, kernel, kernel).to(torch.bfloat16)
         residual = (maps - self._spread_faithful(low, meta.shape)).view(-1)
-        codes, side = ops.quantize_groups(residual, area, area, self.bits, key, False)
+        levels = _steps(self.levels, self.bits, tensor.device)
+        codes, side = ops.quantize_groups(residual, area, area, self.bits, key, False, levels)
         return Packed(self, meta, (low, codes, side))
 
     def _decode_faithful(self, packed: Packed) -> Tensor:
         meta, (low, codes, side) = packed.meta, packed.buffers
         area = self._faithful_sizes(meta.shape)[2]
-        residual = ops.dequantize_groups(codes, side, meta.numel, area, area, self.bits, torch.float32, None)
+        levels = _steps(self.levels, self.bits, codes.device)
+        residual = ops.dequantize_groups(codes, side, meta.numel, area, area, self.bits, torch.float32, None, levels)
         maps = self._spread_faithful(low, meta.shape)
         maps.add_(residual.view_as(maps))
         if meta.dtype == torch.float16:

@@ -34,7 +34,7 @@ U8, U16, U32, I32, U64, F32 = np.uint8, np.uint16, np.uint32, np.int32, np.uint6
 _GOLDEN, _DITHER = np.uint32(0x9E3779B9), np.uint32(0x5BD1E995)
 _MIX1, _MIX2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _S16, _S15 = np.uint32(16), np.uint32(15)
-_ZERO, _ULP = np.float32(0.0), np.float32(2.0**-24)
+_ZERO, _ONE, _ULP = np.float32(0.0), np.float32(1.0), np.float32(2.0**-24)
 _SMALLEST_STEP = np.float32(2.0**-126)
 _SPREAD_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1: their bits, in the top byte
 
@@ -223,6 +223,29 @@ def _code(x: Any, low: Any, inverse: Any, top: Any, random: Any) -> Any:
 
 
 @_inline
+def _part(s: Any, level: Any, inverse: Any) -> Any:
+    """How much of the interval above ``level`` lies below ``s``, from 0 to 1."""
+    part = (s - level) * inverse
+    part = part if part > _ZERO else _ZERO
+    return part if part < _ONE else _ONE
+
+
+@_inline
+def _floor(f: Any, top: Any, random: Any) -> Any:
+    """The code of a value that lies ``f`` intervals up."""
+    f = _fused(F32(I32(random)), _ULP, f)
+    return U32(I32(f if f < top else top))
+
+
+@_inline
+def _third(x: Any, low: Any, inverse: Any, levels: Any, random: Any) -> Any:
+    """The code of a value with four levels: its lower ends and inverse widths of three intervals."""
+    s = (x - low) * inverse
+    a, b, c, d, e, f = levels
+    return _floor(_part(s, a, d) + _part(s, b, e) + _part(s, c, f), F32(3.0), random)
+
+
+@_inline
 def _four(v: Any, j: int, lane: int, low: Any, inverse: Any, top: Any, seed: Any, dither: Any) -> Any:
     """The codes of the four values that share a hash, one in each byte."""
     w = _mix(seed)
@@ -284,7 +307,39 @@ def _pack(codes: int, n: int, bits: int, out: int) -> None:
 
 
 @_plain
-def _fill(values: int, n: int, bits: int, h: Any, codes: int, side: int, scratch: int) -> None:
+def _fill_levels(
+    values: int, n: int, bits: int, table: int, low: Any, inverse: Any, h: Any, codes: int, scratch: int
+) -> None:
+    """The codes of a group with levels of their own; the table has all levels, then all inverse widths."""
+    v, p, c = _pointer(values, types.float32), _pointer(codes, types.uint8), _pointer(scratch, types.uint8)
+    t, top = _pointer(table, types.float32), (1 << bits) - 1
+    dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
+    lane = (n + 3) >> 2
+    if bits == 2 and n & 3 == 0:
+        levels = (t[0], t[1], t[2], t[4], t[5], t[6])
+        for j in range(lane):
+            w = _mix(h)
+            a = _third(v[j], low, inverse, levels, ((w & 0xFF) << 16) | dither)
+            b = _third(v[j + lane], low, inverse, levels, ((w & 0xFF00) << 8) | dither)
+            d = _third(v[j + 2 * lane], low, inverse, levels, (w & 0xFF0000) | dither)
+            e = _third(v[j + 3 * lane], low, inverse, levels, ((w >> 8) & 0xFF0000) | dither)
+            p[j] = U8(a | (b << 2) | (d << 4) | (e << 6))
+            h = U32(h + _GOLDEN)
+        return
+    for j in range(lane):
+        w = _mix(h)
+        for e in range(j, n, lane):
+            s, f = (v[e] - low) * inverse, _ZERO
+            for i in range(top):
+                f += _part(s, t[i], t[top + 1 + i])
+            c[e] = U8(_floor(f, F32(top), ((w & 0xFF) << 16) | dither))
+            w = U32(w >> 8)
+        h = U32(h + _GOLDEN)
+    _pack(scratch, n, bits, codes)
+
+
+@_plain
+def _fill(values: int, n: int, bits: int, levels: int, h: Any, codes: int, side: int, scratch: int) -> None:
     """The codes of a group whose side words are known."""
     v, words = _pointer(values, types.float32), _pointer(side, types.uint16)
     if words[1] == 0 or words[1] & 0x8000:
@@ -292,7 +347,10 @@ def _fill(values: int, n: int, bits: int, h: Any, codes: int, side: int, scratch
     loose = codes if bits == 8 else scratch
     p, c = _pointer(codes, types.uint8), _pointer(loose, types.uint8)
     low, top = _float(U32(words[0]) << 16), F32((1 << bits) - 1)
-    inverse = F32(1.0) / _float(U32(words[1]) << 16)
+    inverse = _ONE / _float(U32(words[1]) << 16)
+    if levels:
+        _fill_levels(values, n, bits, levels, low, inverse, h, codes, scratch)
+        return
     dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
     lane = (n + 3) >> 2
     if bits == 2 and n & 3 == 0:
@@ -342,7 +400,8 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
 
     All ranges first: they are independent, so the latency of one hides behind the next.
     """
-    codes, side, row, group, bits, positive, key, key_high = p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9]
+    codes, side, row, group, positive, key, key_high = p[2], p[3], p[4], p[5], p[7], p[8], p[9]
+    bits, levels = p[6] & 15, p[6] & ~15  # the table of levels, if there is one, is aligned
     full, rest = row // group, row % group
     size, last_size = _size(group, bits), _size(rest, bits)
     per_row = full + (1 if rest else 0)
@@ -364,7 +423,7 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
         h = _mix(U32(_mix(U32(g + key)) ^ U32(key_high)))
         for i in range(64, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
-        _fill(values + 4 * at, n, bits, h, codes + byte, side + 4 * g, scratch)
+        _fill(values + 4 * at, n, bits, levels, h, codes + byte, side + 4 * g, scratch)
         at, byte, column = (
             at + n,
             byte + (last_size if column == full else size),
@@ -396,9 +455,27 @@ def _unpack(codes: int, n: int, bits: int, values: int) -> None:
 
 
 @_plain
+def _decode_levels(codes: int, n: int, bits: int, table: int, low: Any, step: Any, values: int) -> None:
+    v, t = _pointer(values, types.float32), _pointer(table, types.float32)
+    if bits == 2:
+        c, size = _pointer(codes, types.uint8), (n + 3) >> 2
+        a, b, d, e = low + t[0] * step, low + t[1] * step, low + t[2] * step, low + t[3] * step
+        for k in range(4):
+            for j in range(min(size, n - k * size)):
+                code = U32(c[j]) >> U32(2 * k)
+                below, above = (b if code & 1 else a), (e if code & 1 else d)
+                v[k * size + j] = above if code & 2 else below
+        return
+    _unpack(codes, n, bits, values)
+    q = _pointer(values, types.int32)
+    for j in range(n):
+        v[j] = low + t[q[j]] * step
+
+
+@_plain
 def _decode(p: Any, values: int, first: int, last: int) -> None:
     """Groups one after another into float32 values."""
-    codes, side, row, group, bits = p[2], p[3], p[4], p[5], p[6]
+    codes, side, row, group, bits, levels = p[2], p[3], p[4], p[5], p[6] & 15, p[6] & ~15
     full, rest = row // group, row % group
     size, last_size, mask = _size(group, bits), _size(rest, bits), (1 << bits) - 1
     planes = bits & (bits - 1) != 0
@@ -417,7 +494,9 @@ def _decode(p: Any, values: int, first: int, last: int) -> None:
             base |= ((second & 0x7FFF) << 1) | (c[0] & 1)
             second = U32(0)
         low, step = _float(base), _float(U32(second << 16))
-        if planes:
+        if levels:
+            _decode_levels(codes, n, bits, levels, low, step, values)
+        elif planes:
             _unpack(codes, n, bits, values)
             q = _pointer(values, types.int32)
             for j in range(n):

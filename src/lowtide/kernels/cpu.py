@@ -159,35 +159,62 @@ def _packed(codes: Tensor, side: Tensor, support: Tensor | None, numel: int, siz
     )
 
 
-def quantize_groups(x: Tensor, row: int, group: int, bits: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+def _table(levels: Tensor | None, bits: int) -> Tensor | None:
+    """Levels, then the inverse of the distance from each to the next; nothing if they are even or not sound."""
+    if levels is None or levels.dtype != torch.float32 or bits > 4 or levels.shape != (2**bits,):
+        return None
+    return torch.cat([levels, 1.0 / (levels[1:] - levels[:-1])])
+
+
+def _coding(bits: int, table: Tensor | None) -> int:
+    """Bits and table in one word: torch aligns its memory, so the lowest bits of an address are 0."""
+    return bits if table is None else bits | table.data_ptr()
+
+
+def quantize_groups(
+    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
-    sizes = _sizes(numel, row, group, bits)
-    if kind is None or sizes is None or not x.is_contiguous():
-        return reference.quantize_groups(x, row, group, bits, key, positive)
+    sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
+    if kind is None or sizes is None or not x.is_contiguous() or (levels is not None and table is None):
+        return reference.quantize_groups(x, row, group, bits, key, positive, levels)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
     _run(
         "quantize_groups", sizes[0], numel, group + 4 * max(group, BATCH) + 128,
-        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
+        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
     )  # fmt: skip
     return codes, side
 
 
 def dequantize_groups(
-    codes: Tensor, side: Tensor, numel: int, row: int, group: int, bits: int, dtype: torch.dtype, support: Tensor | None
+    codes: Tensor,
+    side: Tensor,
+    numel: int,
+    row: int,
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
-    kind, sizes = KINDS.get(dtype), _sizes(numel, row, group, bits)
-    if kind is None or sizes is None or not _packed(codes, side, support, numel, sizes):
-        return reference.dequantize_groups(codes, side, numel, row, group, bits, dtype, support)
+    kind, sizes, table = KINDS.get(dtype), _sizes(numel, row, group, bits), _table(levels, bits)
+    if (
+        kind is None
+        or sizes is None
+        or not _packed(codes, side, support, numel, sizes)
+        or (levels is not None and table is None)
+    ):
+        return reference.dequantize_groups(codes, side, numel, row, group, bits, dtype, support, levels)
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
     _run(
         "dequantize_groups", sizes[0], numel, 4 * max(group, BATCH),
-        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
+        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         0 if support is None else support.data_ptr(),
     )  # fmt: skip
     return out
@@ -208,13 +235,28 @@ def _slabs(geometry: Sequence[int], block: int) -> tuple[int, int, tuple[int, ..
 
 
 def quantize_blocks(
-    x: Tensor, geometry: Sequence[int], block: int, row: int, group: int, bits: int, key: int, positive: bool
+    x: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
-    sizes = _sizes(numel, row, group, bits)
-    if kind is None or sizes is None or block < 1 or prod(geometry) != numel or not x.is_contiguous():
-        return reference.quantize_blocks(x, geometry, block, row, group, bits, key, positive)
+    sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
+    if (
+        kind is None
+        or sizes is None
+        or block < 1
+        or prod(geometry) != numel
+        or not x.is_contiguous()
+        or (levels is not None and table is None)
+    ):
+        return reference.quantize_blocks(x, geometry, block, row, group, bits, key, positive, levels)
     low = torch.empty(prod(low_shape(geometry, block)), dtype=torch.bfloat16)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
@@ -222,7 +264,7 @@ def quantize_blocks(
     _, slab, shape = _slabs(geometry, block)
     _run(
         "quantize_blocks", sizes[0], numel, 17 * slab + 9 * group + 20 * BATCH + 256,
-        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
+        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
         low.data_ptr(), *shape,
     )  # fmt: skip
@@ -240,24 +282,26 @@ def dequantize_blocks(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
     kind, numel = KINDS.get(dtype), prod(geometry)
-    sizes = _sizes(numel, row, group, bits)
+    sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
     if (
         kind is None
         or sizes is None
         or block < 1
         or not _is(low, torch.bfloat16, prod(low_shape(geometry, block)))
         or not _packed(codes, side, support, numel, sizes)
+        or (levels is not None and table is None)
     ):
-        return reference.dequantize_blocks(low, codes, side, geometry, block, row, group, bits, dtype, support)
+        return reference.dequantize_blocks(low, codes, side, geometry, block, row, group, bits, dtype, support, levels)
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
     slabs, slab, shape = _slabs(geometry, block)
     _run(
         "dequantize_blocks", slabs, numel, 8 * (slab + BATCH + group) + 256,
-        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
+        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         0 if support is None else support.data_ptr(),
         low.data_ptr(), *shape, sizes[0],
     )  # fmt: skip

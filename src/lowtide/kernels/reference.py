@@ -16,6 +16,9 @@ Numbers written once, used by every backend
               float32, keeps ``low = NaN`` and decodes to NaN.
     Rounding. ``code = clamp(floor((x - low) * (1 / step) + u), 0, 2**bits - 1)`` with ``u`` uniform
               on [0, 1): unbiased with respect to the *stored* low and step.
+    Levels.   Values between neighbours that need not be even. With ``L`` in units of the step (from 0 to
+              ``2**bits - 1``) the sum of ``clamp((s - L[i]) * (1 / (L[i + 1] - L[i])), 0, 1)`` over ``i`` in order
+              takes the place of ``s = (x - low) * (1 / step)``, and ``L[code]`` that of the code: unbiased again.
     Random.   ``u = (256 * 256 * byte + dither) / 2**24``. ``byte`` comes from one 32-bit hash for
               four values of the group, ``dither`` (16 bits) from one hash for the group; so each
               ``u`` is uniform on a grid of 2**-24 at the cost of a quarter hash.
@@ -142,7 +145,18 @@ def _up(x: Tensor) -> Tensor:
     return (b >> 16) + (b & 0xFFFF != 0).to(torch.int64)
 
 
-def _quantize_tile(x: Tensor, keep: Tensor | None, groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _between(s: Tensor, levels: Tensor) -> Tensor:
+    """How many intervals between levels lie below each value, with the fraction of its own."""
+    inverse = 1.0 / (levels[1:] - levels[:-1])
+    total = torch.zeros_like(s)
+    for i in range(len(inverse)):
+        total += ((s - levels[i]) * inverse[i]).clamp_(0.0, 1.0)
+    return total
+
+
+def _quantize_tile(
+    x: Tensor, keep: Tensor | None, groups: Tensor, bits: int, levels: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Codes (groups, bytes) and side words (groups, 2) of ``x`` (groups, n), float32."""
     top = float(2**bits - 1)
     if keep is None:
@@ -160,7 +174,10 @@ def _quantize_tile(x: Tensor, keep: Tensor | None, groups: Tensor, bits: int) ->
     constant = low == high
     bad = ~(torch.isfinite(low_kept) & torch.isfinite(step)) & ~(constant & torch.isfinite(low))
 
-    scaled = (x - low_kept[:, None]) * (1.0 / step)[:, None] + _uniform(groups, x.shape[1])
+    scaled = (x - low_kept[:, None]) * (1.0 / step)[:, None]
+    if levels is not None:
+        scaled = _between(scaled, levels)
+    scaled = scaled + _uniform(groups, x.shape[1])
     plain = ~(bad | constant)
     codes = torch.where(plain[:, None], scaled, 0.0).floor_().clamp_(0.0, top).to(torch.uint8)
 
@@ -207,18 +224,26 @@ def _side_values(codes: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
     return base, step
 
 
+def _check_levels(levels: Tensor | None, bits: int) -> None:
+    if levels is not None and (levels.dtype != torch.float32 or levels.shape != (2**bits,)):
+        raise RuntimeError(f"levels must be {2**bits} float32 values; got {levels.dtype}, {tuple(levels.shape)}")
+
+
 def _rows(x: Tensor, row: int) -> int:
     return 0 if row == 0 else x.numel() // row
 
 
-def quantize_groups(x: Tensor, row: int, group: int, bits: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+def quantize_groups(
+    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes and side words of a flat tensor; with ``positive`` only values above zero set ranges."""
-    return _quantize(x, x, row, group, bits, key, positive)
+    return _quantize(x, x, row, group, bits, key, positive, levels)
 
 
 def _quantize(
-    source: Tensor, values: Tensor, row: int, group: int, bits: int, key: int, positive: bool
+    source: Tensor, values: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    _check_levels(levels, bits)
     rows, per_row = _rows(values, row), groups_in_row(row, group) if row else 0
     codes = values.new_empty((rows, row_bytes(row, group, bits) if row else 0), dtype=torch.uint8)
     side = values.new_empty((rows, per_row, 2), dtype=torch.int16)
@@ -231,7 +256,7 @@ def _quantize(
         cut = slice(g0 * group, g0 * group + (g1 - g0) * n)
         x = x2[r0:r1, cut].reshape(-1, n).to(torch.float32)
         keep = ~(s2[r0:r1, cut].reshape(-1, n) <= 0) if positive else None
-        packed, words = _quantize_tile(x, keep, _tile_hash(tile, per_row, key, x.device), bits)
+        packed, words = _quantize_tile(x, keep, _tile_hash(tile, per_row, key, x.device), bits, levels)
         start = g0 * full_bytes
         size = (g1 - g0) * packed.shape[1]
         codes[r0:r1, start : start + size] = packed.view(r1 - r0, size)
@@ -248,8 +273,10 @@ def dequantize_groups(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """The flat tensor again; values whose bit in ``support`` is 0 are exactly zero."""
+    _check_levels(levels, bits)
     out = codes.new_empty(numel, dtype=dtype)
     if numel == 0:
         return out
@@ -261,7 +288,9 @@ def dequantize_groups(
         cut = slice(g0 * full_bytes, g0 * full_bytes + (g1 - g0) * size)
         packed = codes[r0:r1, cut].reshape(-1, size)
         base, step = _side_values(packed, side[r0:r1, g0:g1].reshape(-1, 2))
-        x = _fit_dtype(base[:, None] + _unpack(packed, n, bits).to(torch.float32) * step[:, None], dtype)
+        found = _unpack(packed, n, bits)
+        steps = found.to(torch.float32) if levels is None else levels[found.to(torch.int64)]
+        x = _fit_dtype(base[:, None] + steps * step[:, None], dtype)
         out2[r0:r1, g0 * group : g0 * group + (g1 - g0) * n] = x.view(r1 - r0, -1)
     return _restore_zeros(out, support)
 
@@ -344,7 +373,15 @@ def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch
 
 
 def quantize_blocks(
-    x: Tensor, geometry: Sequence[int], block: int, row: int, group: int, bits: int, key: int, positive: bool
+    x: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Block means in bfloat16 and the quantized difference to those *rounded* means."""
     outer, s1, s2, s3, inner = _geometry(geometry)
@@ -359,7 +396,7 @@ def quantize_blocks(
     for o in range(0, outer, step):
         spread = _spread(low5[o : o + step], geometry, block).to(torch.float32)
         r5[o : o + step] = x5[o : o + step].to(torch.float32) - spread
-    codes, side = _quantize(x, residual, row, group, bits, key, positive)
+    codes, side = _quantize(x, residual, row, group, bits, key, positive, levels)
     return low, codes, side
 
 
@@ -374,11 +411,12 @@ def dequantize_blocks(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """Block means plus decoded difference, rounded once to ``dtype``."""
     outer, s1, s2, s3, inner = _geometry(geometry)
     numel = outer * s1 * s2 * s3 * inner
-    residual = dequantize_groups(codes, side, numel, row, group, bits, torch.float32, None)
+    residual = dequantize_groups(codes, side, numel, row, group, bits, torch.float32, None, levels)
     out = residual if dtype == torch.float32 else residual.new_empty(numel, dtype=dtype)
     low5, r5, o5 = (
         low.view(low_shape(geometry, block)),

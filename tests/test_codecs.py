@@ -922,7 +922,7 @@ def test_levels_are_unbiased(bits: int, ratio: float, dtype: torch.dtype) -> Non
 
     Rounding may add what even levels have, and that of the sum of intervals: 2**-23 for each, times their width.
     """
-    n, top = 29, 2**bits - 1
+    n, top = 28, 2**bits - 1
     line = _row_data(ratio, n, dtype)
     packed = GroupQuant(bits, n, levels=LEVELS[bits]).encode(line.expand(COPIES, n), key=12)
     out = packed.decode().double().numpy()

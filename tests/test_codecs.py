@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 from lowtide import codecs, ops
@@ -31,6 +32,7 @@ from lowtide.codecs import (
     NotRepresentable,
     PoolOffsets,
     Raw,
+    SampleQuant,
     ShapeOnly,
     TensorMeta,
     TwoValue,
@@ -64,6 +66,7 @@ CODECS: list[Codec] = [
     GroupQuant(8, 33, "flat"),
     *(BlockMean(4, 2, b, 50) for b in range(1, 9)),
     *(GroupQuant(b, 50, "sample", LEVELS[b]) for b in LEVELS),
+    SampleQuant((3, 8), 50),
     BlockMean(4, 2, 2, 50, levels=(0.0, 0.25, 0.6, 1.0)),
     BlockMean(4, 2, 3, 50, True, (0.0, 0.1, 0.25, 0.4, 0.5, 0.7, 0.9, 1.0)),
     BlockMean(3, 1, 8),
@@ -75,7 +78,7 @@ CODECS: list[Codec] = [
     Cast("float16"),
     *(Cast(n) for n in FP8),
 ]
-LOSSY = [c for c in CODECS if isinstance(c, (GroupQuant, BlockMean, Cast))]
+LOSSY = [c for c in CODECS if isinstance(c, (GroupQuant, SampleQuant, BlockMean, Cast))]
 RANDOM = [c for c in LOSSY if not isinstance(c, Cast) and c.bits]
 INTEGERS = (Indices, PoolOffsets)
 
@@ -146,9 +149,19 @@ def _values(codec: Codec, shape: tuple[int, ...], generator: torch.Generator) ->
     return values
 
 
-def _fits(codec: Codec, shape: tuple[int, ...]) -> bool:
+def _fits(codec: Codec, tensor: Tensor) -> bool:
+    shape = tensor.shape
+    if isinstance(codec, SampleQuant):
+        return bool(shape) and len(codec.bits) == shape[0] and tensor.stride(0) == max(tensor.stride())
     dims = {BlockMean: getattr(codec, "dims", 0), PoolOffsets: 2}.get(type(codec), 0)
     return len(shape) >= dims
+
+
+def _for_samples(codec: Codec, count: int) -> Codec:
+    """The codec, with bits for ``count`` samples if each has its own."""
+    if not isinstance(codec, SampleQuant):
+        return codec
+    return replace(codec, bits=tuple(itertools.islice(itertools.cycle(codec.bits), count)))
 
 
 def _dtypes(codec: Codec) -> tuple[torch.dtype, ...]:
@@ -160,8 +173,8 @@ def _dtypes(codec: Codec) -> tuple[torch.dtype, ...]:
 def _tensors(codec: Codec, case: str) -> list[Tensor]:
     shape, view = CASES[case]
     probe = view(torch.empty(shape))
-    if not _fits(codec, tuple(probe.shape)):
-        pytest.skip("too few dimensions")
+    if not _fits(codec, probe):
+        pytest.skip("too few dimensions, or other samples")
     found = []
     for dtype in _dtypes(codec):
         generator = torch.Generator().manual_seed(len(case))
@@ -222,6 +235,8 @@ def _bound(codec: Codec, x: Tensor) -> Tensor | float:
         info = torch.finfo(getattr(torch, codec.dtype))
         floor = largest / info.max * info.smallest_normal if codec.dtype.startswith("float8") else 2.0**-14
         return wide.abs() * info.eps * 0.51 + floor * info.eps + rounding
+    if isinstance(codec, SampleQuant):
+        return _bound(GroupQuant(min(codec.bits), codec.group), x)
     if isinstance(codec, GroupQuant):
         return (span + largest * 2.0**-7) * (1 + 2.0**-6) * _widest(codec) + rounding
     assert isinstance(codec, BlockMean)
@@ -400,6 +415,21 @@ def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> No
         (lambda: Mask(math.nan, 1.0), "low must be below high; got low=nan, high=1.0"),
         (lambda: Indices(3, 2), r"low..high must span 1 to 2\*\*32 integers; got 3..2"),
         (lambda: Indices(0, 2**32), r"low..high must span 1 to 2\*\*32 integers; got 0..4294967296"),
+        (lambda: SampleQuant(2), "bits must be a tuple with a number for each sample; got 2"),
+        (lambda: SampleQuant((2, 0)), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 0"),
+        (lambda: SampleQuant((2,), 0), "group must be a whole number of at least 1; got 0"),
+        (
+            lambda: SampleQuant((2, 4)).encode(torch.zeros(3, 2), key=0),
+            r"bits for 2 samples; got a tensor of shape \(3, 2\)",
+        ),
+        (
+            lambda: SampleQuant((2, 4)).packed_nbytes(TensorMeta((), (), torch.float32)),
+            r"bits for 2 samples; got a tensor of shape \(\)",
+        ),
+        (
+            lambda: SampleQuant((2, 4)).encode(torch.zeros(5, 2).t(), key=0),
+            r"samples \(dimension 0\) outermost in memory; got shape \(2, 5\) with strides \(1, 2\)",
+        ),
         (lambda: from_config({"id": "zip"}), "unknown codec 'zip'; known: .*raw.*"),
         (lambda: BlockMean().encode(torch.zeros(3), key=0), r"dims=2 got a tensor of shape \(3,\)"),
     ],
@@ -444,6 +474,7 @@ def test_lossless_codecs_keep_the_sign_of_zero() -> None:
 def test_what_is_not_finite_never_looks_finite(codec: Codec, dtype: torch.dtype, bad: float) -> None:
     """The value decodes to something not finite, as does its group; no finite value comes back wrong."""
     clean = (torch.randn(4, 3, 8, 12, 8, generator=torch.Generator().manual_seed(1)) * 1000).to(dtype)
+    codec = _for_samples(codec, 4)
     before = codec.encode(clean, key=7).decode()
     for at in ((1, 2, 3, 4, 5), (3, 2, 7, 11, 7), (0, 0, 0, 0, 0)):
         x = clean.clone()
@@ -497,7 +528,7 @@ def test_huge_values_are_right_or_nan(codec: Codec, largest: float) -> None:
 
     Beside float32's largest a step that is rounded up may overflow: visibly, as Inf or NaN.
     """
-    generator = torch.Generator().manual_seed(3)
+    codec, generator = _for_samples(codec, 8), torch.Generator().manual_seed(3)
     for signed in (False, True):
         x = torch.rand(8, 2, 8, 8, generator=generator)
         x = ((x * 2 - 1) if signed else x) * largest
@@ -1056,6 +1087,51 @@ def test_layouts_differ_where_they_should() -> None:
         assert GroupQuant(8, 8, layout).packed_nbytes(meta) == 120 + 4 * count
 
 
+# ---------------------------------------------------------------- bits for each sample
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_sample_has_the_bytes_of_its_bits(dtype: torch.dtype, form: torch.memory_format) -> None:
+    x = torch.randn(8, 3, 9, 7, generator=torch.Generator().manual_seed(30)).to(dtype).contiguous(memory_format=form)
+    x[2, 1, 1, 1], x[3] = math.nan, 0.1
+    bits, support = (3, 1, 8, 2, 2, 7, 4, 5), _support(x)
+    for given in (None, support):
+        packed = SampleQuant(bits, 50).encode(x, key=31, support=given)
+        codes, side, kept = packed.buffers
+        assert kept.tolist() == list(bits)
+        out, at = packed.decode(given), 0
+        for n, width in enumerate(bits):
+            alone = GroupQuant(width, 50, "sample").encode(x, key=31, support=given)
+            size = 3 * _code_bytes(50, width) + _code_bytes(39, width)
+            assert torch.equal(codes[at : at + size], alone.buffers[0][n * size : (n + 1) * size])
+            assert torch.equal(side[8 * n : 8 * n + 8], alone.buffers[1][8 * n : 8 * n + 8])
+            assert _equal(out[n], alone.decode(given)[n])
+            at += size
+        assert packed.nbytes == at + 8 * 4 * 4 + 8
+    equal = SampleQuant((2,) * 8, 50).encode(x, key=31)
+    assert _bytes(equal)[:2] == _bytes(GroupQuant(2, 50, "sample").encode(x, key=31))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_range_energy_by_brute_force(dtype: torch.dtype) -> None:
+    """Five terms of a relative error of 2**-23 (a difference, a square) and five sums."""
+    x = torch.randn(6, 97, generator=torch.Generator().manual_seed(32)).to(dtype)
+    x[1, 3], x[2, 96], x[3, 0] = math.nan, math.inf, -math.inf
+    x[4] = -1.0
+    for positive in (False, True):
+        found = ops.range_energy(x.view(-1), 97, 20, positive)
+        for n in range(6):
+            total = 0.0
+            for start in range(0, 97, 20):
+                some = [v for v in x[n, start : start + 20].tolist() if not (positive and v <= 0)]
+                bad = any(not math.isfinite(v) for v in some)
+                total += math.nan if bad else (max(some) - min(some)) ** 2 if some else 0.0
+            assert math.isnan(total) == (n in ((1, 2) if positive else (1, 2, 3)))
+            assert math.isnan(found[n]) == math.isnan(total)
+            assert math.isnan(total) or math.isclose(found[n], total, rel_tol=12 * 2.0**-23)
+
+
 # ---------------------------------------------------------------- block means
 
 
@@ -1231,6 +1307,8 @@ _levels = torch.tensor([0.0, 0.7, 1.5, 3.0])
 _mask = reference.pack_band(_flat, 0.0, math.inf, False, True)
 _numbers = torch.arange(120) % 4
 _geometry = (2, 1, 6, 5, 2)
+_bits = torch.tensor([1, 3, 8], dtype=torch.uint8)
+_scodes, _sside = reference.quantize_samples(_flat, _bits, 16, 1, False)
 CALLS = {
     "quantize_groups": [(_flat.to(d), 40, 16, 2, 1, p) for d in FLOATS for p in (False, True)]
     + [(_flat, 120, 120, 8, -1, False), (_flat[:0], 0, 16, 2, 1, False), (_flat, 40, 16, 2, 1, False, _levels)],
@@ -1246,6 +1324,9 @@ CALLS = {
         for s in (None, _mask)
         for t in (None, _levels)
     ],
+    "quantize_samples": [(_flat.to(d), _bits, 16, 1, p) for d in FLOATS for p in (False, True)],
+    "dequantize_samples": [(_scodes, _sside, _bits, 120, 16, d, s) for d in FLOATS for s in (None, _mask)],
+    "range_energy": [(_flat.to(d), 40, 16, p) for d in FLOATS for p in (False, True)] + [(_flat[:0], 0, 16, False)],
     "block_means": [(_flat.to(d), _geometry, b, d) for d in FLOATS for b in (1, 4, 8)],
     "spread_blocks": [(_low, _geometry, 4, d) for d in FLOATS] + [(_flat, _geometry, 1, torch.float32)],
     "pack_band": [(_flat.to(d), -0.5, 0.5, True, False) for d in FLOATS] + [(_flat > 0, 0.0, 1.0, False, True)],
@@ -1271,9 +1352,12 @@ def _tuple(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def test_fakes_know_the_real_shapes(name: str) -> None:
     for args in CALLS[name]:
         real = _tuple(getattr(ops, name)(*args))
-        with FakeTensorMode() as mode:
-            fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in args]
             fake = _tuple(getattr(ops, name)(*fakes))
+        if name == "quantize_samples":  # whose bytes are known only with the bits, which are data
+            assert (fake[0].dim(), fake[0].dtype) == (1, torch.uint8)
+            real, fake = real[1:], fake[1:]
         assert [(f.shape, f.dtype, f.stride()) for f in fake] == [(r.shape, r.dtype, r.stride()) for r in real]
 
 

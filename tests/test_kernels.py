@@ -158,6 +158,49 @@ def test_even_levels_change_nothing(bits: int) -> None:
     assert_same(ops.quantize_groups(x, 4096, 256, bits, 5, False, levels), truth, bits)
 
 
+def check_samples(x: Tensor, samples: int, group: int, positive: bool) -> None:
+    about = (x.dtype, x.numel(), samples, group, positive)
+    bits = (torch.arange(samples) * 5 % 8 + 1).to(torch.uint8)
+    codes, side = reference.quantize_samples(x, bits, group, -77, positive)
+    assert_same(ops.quantize_samples(x, bits, group, -77, positive), (codes, side), about)
+    support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
+    for dtype in {x.dtype, torch.float32}:
+        shape = (codes, side, bits, x.numel(), group, dtype, support)
+        assert_same(ops.dequantize_samples(*shape), reference.dequantize_samples(*shape), about)
+    truth = reference.range_energy(x, x.numel() // samples, group, positive)
+    assert_same(ops.range_energy(x, x.numel() // samples, group, positive), truth, about)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_samples(dtype: torch.dtype, positive: bool) -> None:
+    for row in SIZES:
+        for group in (5, 256):
+            check_samples(sample(9 * row, dtype), 9, group, positive)
+    for group in (1, 7, 1000):
+        check_samples(special(dtype), 20, group, positive)
+        check_samples(special(dtype), 1, group, positive)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_samples_in_threads(threads: int, dtype: torch.dtype) -> None:
+    for samples, row, group in ((3, 33_333, 256), (1, 99_991, 1000), (997, 101, 64), (2, 50_000, 1 << 20)):
+        check_samples(sample(samples * row, dtype), samples, group, False)
+
+
+def test_wrong_bits_of_samples_raise() -> None:
+    x = sample(1000, torch.float32)
+    for bits in ([2, 9], [0, 2], [2, 2, 2], []):
+        with pytest.raises(RuntimeError, match="bits must be"):
+            ops.quantize_samples(x, torch.tensor(bits, dtype=torch.uint8), 256, 0, False)
+    good = torch.tensor([2, 3], dtype=torch.uint8)
+    codes, side = ops.quantize_samples(x, good, 256, 0, False)
+    with pytest.raises(RuntimeError, match="bits must be"):
+        ops.dequantize_samples(codes, side, good.long(), 1000, 256, torch.float32, None)
+    with pytest.raises(RuntimeError):
+        ops.dequantize_samples(codes[:-3], side, good, 1000, 256, torch.float32, None)
+
+
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_large_groups(threads: int, dtype: torch.dtype, positive: bool) -> None:
@@ -309,6 +352,9 @@ def test_every_operator_is_compiled() -> None:
     parts = ops.quantize_blocks(x, (1, 1, 4, 4, 1), 2, 16, 8, 2, 0, False)
     ops.dequantize_blocks(*parts, (1, 1, 4, 4, 1), 2, 16, 8, 2, torch.float32, None)
     ops.spread_blocks(ops.block_means(x, (1, 1, 4, 4, 1), 2, x.dtype), (1, 1, 4, 4, 1), 2, x.dtype)
+    bits = torch.tensor([2, 3], dtype=torch.uint8)
+    ops.dequantize_samples(*ops.quantize_samples(x, bits, 8, 0, False), bits, 16, 8, torch.float32, None)
+    ops.range_energy(x, 16, 8, False)
     ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), 16, torch.float32, 1.0, 0.0)
     ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)
     assert kernels.status() == dict.fromkeys(ops.SCHEMAS, "numba")

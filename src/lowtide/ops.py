@@ -20,6 +20,7 @@ __all__ = [
     "block_means",
     "dequantize_blocks",
     "dequantize_groups",
+    "dequantize_samples",
     "group_bytes",
     "groups_in_row",
     "low_shape",
@@ -27,6 +28,8 @@ __all__ = [
     "pack_uints",
     "quantize_blocks",
     "quantize_groups",
+    "quantize_samples",
+    "range_energy",
     "row_bytes",
     "spread_blocks",
     "unpack_band",
@@ -42,6 +45,10 @@ SCHEMAS = {
     " bool positive, Tensor? levels=None) -> (Tensor, Tensor, Tensor)",
     "dequantize_blocks": "(Tensor low, Tensor codes, Tensor side, int[] geometry, int block, int row,"
     " int group, int bits, ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
+    "quantize_samples": "(Tensor x, Tensor bits, int group, int key, bool positive) -> (Tensor, Tensor)",
+    "dequantize_samples": "(Tensor codes, Tensor side, Tensor bits, int numel, int group, ScalarType dtype,"
+    " Tensor? support) -> Tensor",
+    "range_energy": "(Tensor x, int row, int group, bool positive) -> Tensor",
     "block_means": "(Tensor x, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "spread_blocks": "(Tensor low, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
@@ -88,6 +95,26 @@ def _fake_dequantize_groups(
     levels: Tensor | None = None,
 ) -> Tensor:
     return codes.new_empty(numel, dtype=dtype)
+
+
+@_fake
+def _fake_quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()  # the bits are data
+    row = x.numel() // max(1, bits.numel())
+    words = bits.numel() * groups_in_row(row, group) * 2
+    return x.new_empty(size, dtype=torch.uint8), x.new_empty(words, dtype=torch.int16)
+
+
+@_fake
+def _fake_dequantize_samples(
+    codes: Tensor, side: Tensor, bits: Tensor, numel: int, group: int, dtype: torch.dtype, support: Tensor | None
+) -> Tensor:
+    return codes.new_empty(numel, dtype=dtype)
+
+
+@_fake
+def _fake_range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
+    return x.new_empty(x.numel() // row if row else 0, dtype=torch.float32)
 
 
 def _low_numel(geometry: Sequence[int], block: int) -> int:
@@ -173,6 +200,11 @@ quantize_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_grou
 dequantize_groups: Callable[..., Tensor] = _namespace.dequantize_groups.default
 quantize_blocks: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.quantize_blocks.default
 dequantize_blocks: Callable[..., Tensor] = _namespace.dequantize_blocks.default
+quantize_samples: Callable[[Tensor, Tensor, int, int, bool], tuple[Tensor, Tensor]] = (
+    _namespace.quantize_samples.default
+)
+dequantize_samples: Callable[..., Tensor] = _namespace.dequantize_samples.default
+range_energy: Callable[[Tensor, int, int, bool], Tensor] = _namespace.range_energy.default
 block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.block_means.default
 spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.spread_blocks.default
 pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default

@@ -2,7 +2,7 @@
 
 from .base import Codec, NotRepresentable, Packed, TensorMeta, from_config, registered
 from .lossless import Indices, Mask, PoolOffsets, Raw, ShapeOnly, TwoValue
-from .lossy import FLOATS, BlockMean, Cast, GroupQuant
+from .lossy import FLOATS, BlockMean, Cast, GroupQuant, SampleQuant
 
 __all__ = [
     "FLOATS",
@@ -16,6 +16,7 @@ __all__ = [
     "Packed",
     "PoolOffsets",
     "Raw",
+    "SampleQuant",
     "ShapeOnly",
     "TensorMeta",
     "TwoValue",

@@ -117,6 +117,62 @@ def _quantized_nbytes(numel: int, row: int, group: int, bits: int) -> int:
 
 
 @dataclass(frozen=True)
+class SampleQuant(Codec):
+    """Groups that stay within a sample, with bits of its own for each sample (ActNN's level 3).
+
+    ``bits[n]`` are those of sample ``n`` of dimension 0, which has to be the outermost in memory. A sample has
+    the bytes that ``GroupQuant(bits[n], group, "sample")`` gives it with the same key, and one byte for its bits.
+    """
+
+    id: ClassVar[str] = "sample_quant"
+    bits: tuple[int, ...]
+    group: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, tuple):
+            raise ValueError(f"bits must be a tuple with a number for each sample; got {self.bits!r}")
+        for bits in self.bits:
+            require(bits, BITS, "bits")
+        require_positive(self.group, "group")
+
+    def __str__(self) -> str:
+        return f"{self.id}({sum(self.bits) / max(1, len(self.bits)):.3g} bits on average)"
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """With ``support`` the range of a group covers its positive values only."""
+        _require_float(tensor, self)
+        flat, meta, _ = flatten(tensor)
+        self._require_samples(meta)
+        bits = torch.tensor(self.bits, dtype=torch.uint8, device=tensor.device)
+        codes, side = ops.quantize_samples(flat, bits, self.group, key, support is not None)
+        return Packed(self, meta, (codes, side, bits))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """With ``support`` the zeros of a rectified tensor come back exactly."""
+        meta, (codes, side, bits) = packed.meta, packed.buffers
+        flat = ops.dequantize_samples(codes, side, bits, meta.numel, self.group, meta.dtype, support)
+        return flat.as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Codes, four bytes for each group, and one for each sample."""
+        self._require_samples(meta)
+        row = meta.numel // max(1, len(self.bits))
+        return len(self.bits) + sum(_quantized_nbytes(row, row, self.group, bits) for bits in self.bits)
+
+    def _require_samples(self, meta: TensorMeta) -> None:
+        if not meta.shape or meta.shape[0] != len(self.bits):
+            raise ValueError(
+                f"{self.id} has bits for {len(self.bits)} samples; got a tensor of shape {tuple(meta.shape)}, whose "
+                "dimension 0 has to be as large"
+            )
+        if meta.numel and layout_of(meta.shape, meta.stride).order[0] != 0:
+            raise ValueError(
+                f"{self.id} needs the samples (dimension 0) outermost in memory; got shape {tuple(meta.shape)} with "
+                f"strides {tuple(meta.stride)}. Make the tensor contiguous, or take GroupQuant"
+            )
+
+
+@dataclass(frozen=True)
 class BlockMean(Codec):
     """Means of blocks in bfloat16, and the difference to them in ``bits`` bits.
 

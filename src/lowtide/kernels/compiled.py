@@ -35,6 +35,7 @@ _GOLDEN, _DITHER = np.uint32(0x9E3779B9), np.uint32(0x5BD1E995)
 _MIX1, _MIX2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _S16, _S15 = np.uint32(16), np.uint32(15)
 _ZERO, _ONE, _ULP = np.float32(0.0), np.float32(1.0), np.float32(2.0**-24)
+_NAN = np.float32(np.nan)
 _SMALLEST_STEP = np.float32(2.0**-126)
 _SPREAD_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1: their bits, in the top byte
 
@@ -769,6 +770,89 @@ def _kernel_dequantize_groups(parameters: int, scratch: int, first: int, last: i
             _zero_run(support, start, n, values)
         if kind != FLOAT32:
             _narrow_run(scratch, out + 2 * start, n, kind)
+
+
+@_inline
+def _row_size(row: int, group: int, bits: int) -> int:
+    """Bytes of the codes of a row."""
+    return row // group * _size(group, bits) + _size(row % group, bits)
+
+
+@_inline
+def _enter_sample(p: Any, own: Any, bits: Any, n: int, codes: int) -> None:
+    """Parameters for the rows of sample ``n`` alone, whose codes begin at ``codes``."""
+    own[6] = np.int64(bits[n])
+    own[2] = codes - n * _row_size(p[4], p[5], own[6])  # from where rows of this size would have begun
+
+
+@_kernel
+def _kernel_quantize_samples(parameters: int, scratch: int, first: int, last: int) -> None:
+    p, own = _pointer(parameters, types.int64), _pointer(scratch, types.int64)
+    x, kind, row, group, bits = p[0], p[1], p[4], p[5], _pointer(p[10], types.uint8)
+    for i in range(10):
+        own[i] = p[i]
+    spare = scratch + 128
+    wide = spare + ((group + 63) & ~63)
+    per_row, step = (row + group - 1) // group, max(1, BATCH // group)
+    n, codes, g = 0, p[2], first
+    while g < last:
+        while n < g // per_row:
+            n, codes = n + 1, codes + _row_size(row, group, np.int64(bits[n]))
+        _enter_sample(p, own, bits, n, codes)
+        stop = min(g + step, last, (n + 1) * per_row)
+        start = _start(g, row, group)
+        values = x + 4 * start
+        if kind != FLOAT32:
+            values = wide
+            _widen_run(x + 2 * start, wide, _start(stop, row, group) - start, kind)
+        _encode(own, values, values, g, stop, spare, 0)
+        g = stop
+
+
+@_kernel
+def _kernel_dequantize_samples(parameters: int, scratch: int, first: int, last: int) -> None:
+    p, own = _pointer(parameters, types.int64), _pointer(scratch, types.int64)
+    out, kind, row, group, support, bits = p[0], p[1], p[4], p[5], p[7], _pointer(p[8], types.uint8)
+    for i in range(7):
+        own[i] = p[i]
+    wide = scratch + 128
+    per_row, step = (row + group - 1) // group, max(1, BATCH // group)
+    n, codes, g = 0, p[2], first
+    while g < last:
+        while n < g // per_row:
+            n, codes = n + 1, codes + _row_size(row, group, np.int64(bits[n]))
+        _enter_sample(p, own, bits, n, codes)
+        stop = min(g + step, last, (n + 1) * per_row)
+        start = _start(g, row, group)
+        count = _start(stop, row, group) - start
+        values = out + 4 * start if kind == FLOAT32 else wide
+        _decode(own, values, g, stop)
+        if support:
+            _zero_run(support, start, count, values)
+        if kind != FLOAT32:
+            _narrow_run(wide, out + 2 * start, count, kind)
+        g = stop
+
+
+@_kernel
+def _kernel_range_energy(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, kind, out, row, group, positive = p[0], p[1], _pointer(p[2], types.float32), p[3], p[4], p[5]
+    for r in range(first, last):
+        total = _ZERO
+        for start in range(r * row, (r + 1) * row, group):
+            n = min(group, (r + 1) * row - start)
+            values = x + 4 * start
+            if kind != FLOAT32:
+                values = scratch
+                _widen_run(x + 2 * start, scratch, n, kind)
+            least, most = _positive_range(values, values, n) if positive else _range(values, n)
+            if least > most:
+                continue
+            finite = most < 0x7F800000 and least >= -0x7F800000
+            extent = _value(most) - _value(least) if finite else _NAN
+            total += extent * extent
+        out[r] = total
 
 
 @_inline

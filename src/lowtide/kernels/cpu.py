@@ -220,6 +220,68 @@ def dequantize_groups(
     return out
 
 
+def _sample_sizes(numel: int, bits: Tensor, group: int) -> tuple[int, int, int] | None:
+    """Row, groups, and bytes of their codes, for samples with bits of their own."""
+    samples = bits.numel()
+    if bits.dim() != 1 or not _is(bits, torch.uint8, samples) or not numel or group < 1 or not samples:
+        return None
+    row, widths = numel // samples, bits.tolist()
+    if numel % samples or not all(1 <= b <= 8 for b in widths):
+        return None
+    sizes = {b: row_bytes(row, group, b) for b in set(widths)}
+    return row, samples * groups_in_row(row, group), sum(sizes[b] for b in widths)
+
+
+def quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    kind, numel = KINDS.get(x.dtype), x.numel()
+    sizes = _sample_sizes(numel, bits, group)
+    if kind is None or sizes is None or not x.is_contiguous():
+        return reference.quantize_samples(x, bits, group, key, positive)
+    row, groups, size = sizes
+    codes = torch.empty(size, dtype=torch.uint8)
+    side = torch.empty(2 * groups, dtype=torch.int16)
+    group = min(group, row)
+    _run(
+        "quantize_samples", groups, numel, group + 4 * max(group, BATCH) + 256,
+        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
+        positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, bits.data_ptr(),
+    )  # fmt: skip
+    return codes, side
+
+
+def dequantize_samples(
+    codes: Tensor, side: Tensor, bits: Tensor, numel: int, group: int, dtype: torch.dtype, support: Tensor | None
+) -> Tensor:
+    """See the reference."""
+    kind, sizes = KINDS.get(dtype), _sample_sizes(numel, bits, group)
+    if kind is None or sizes is None or not _packed(codes, side, support, numel, sizes[1:]):
+        return reference.dequantize_samples(codes, side, bits, numel, group, dtype, support)
+    row, groups, _ = sizes
+    out = torch.empty(numel, dtype=dtype)
+    group = min(group, row)
+    _run(
+        "dequantize_samples", groups, numel, 4 * max(group, BATCH) + 128,
+        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
+        0 if support is None else support.data_ptr(), bits.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
+    """See the reference."""
+    kind, numel = KINDS.get(x.dtype), x.numel()
+    if kind is None or _sizes(numel, row, group, 1) is None or not x.is_contiguous():
+        return reference.range_energy(x, row, group, positive)
+    out = torch.empty(numel // row, dtype=torch.float32)
+    group = min(group, row)
+    _run(
+        "range_energy", numel // row, numel, 4 * group,
+        x.data_ptr(), kind, out.data_ptr(), row, group, positive,
+    )  # fmt: skip
+    return out
+
+
 def _slabs(geometry: Sequence[int], block: int) -> tuple[int, int, tuple[int, ...]]:
     """Slabs, values in the largest, and (lines of a map, *shape of a line, means of a slab) for a kernel."""
     outer, s1, s2, s3, inner = geometry

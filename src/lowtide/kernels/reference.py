@@ -145,6 +145,18 @@ def _up(x: Tensor) -> Tensor:
     return (b >> 16) + (b & 0xFFFF != 0).to(torch.int64)
 
 
+def _range(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of each group (those to keep; 0.0 if there are none)."""
+    if keep is None:
+        low, high = torch.aminmax(x, dim=1)
+    else:
+        low = torch.where(keep, x, torch.inf).amin(1)
+        high = torch.where(keep, x, -torch.inf).amax(1)
+        none = ~keep.any(1)
+        low, high = low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
+    return low + 0.0, high + 0.0  # -0.0 becomes 0.0
+
+
 def _between(s: Tensor, levels: Tensor) -> Tensor:
     """How many intervals between levels lie below each value, with the fraction of its own."""
     inverse = 1.0 / (levels[1:] - levels[:-1])
@@ -159,14 +171,7 @@ def _quantize_tile(
 ) -> tuple[Tensor, Tensor]:
     """Codes (groups, bytes) and side words (groups, 2) of ``x`` (groups, n), float32."""
     top = float(2**bits - 1)
-    if keep is None:
-        low, high = torch.aminmax(x, dim=1)
-    else:
-        low = torch.where(keep, x, torch.inf).amin(1)
-        high = torch.where(keep, x, -torch.inf).amax(1)
-        none = ~keep.any(1)
-        low, high = low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
-    low, high = low + 0.0, high + 0.0  # -0.0 becomes 0.0
+    low, high = _range(x, keep)
     low_word = _down(low)
     low_kept = _from_bits(low_word << 16)
     step_word = _up(((high - low_kept) / top).clamp_min(_SMALLEST_STEP))
@@ -305,6 +310,76 @@ def _restore_zeros(out: Tensor, support: Tensor | None) -> Tensor:
         for i in range(0, out.numel(), _CHUNK):
             piece = out[i : i + _CHUNK]
             piece.masked_fill_(~_mask_bits(support, i, piece.numel()), 0.0)
+    return out
+
+
+# ---------------------------------------------------------------- samples with bits of their own
+
+
+def _widths(numel: int, bits: Tensor) -> list[int]:
+    if bits.dtype != torch.uint8 or bits.dim() != 1 or numel % max(1, bits.numel()) or (numel and not bits.numel()):
+        raise RuntimeError(
+            f"bits must be one uint8 value for each sample of {numel} values; got {bits.dtype}, {tuple(bits.shape)}"
+        )
+    widths: list[int] = bits.tolist()
+    if not all(1 <= b <= 8 for b in widths):
+        raise RuntimeError(f"bits must be from 1 to 8; got {widths}")
+    return widths
+
+
+def quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+    """Codes and side words of samples (rows of one size), each with bits of its own.
+
+    The noise is that of :func:`quantize_groups` for the same groups, so are the bytes of a sample for its bits.
+    """
+    widths = _widths(x.numel(), bits)
+    if x.numel() == 0:
+        return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.int16)
+    row = x.numel() // len(widths)
+    per_row, parts = groups_in_row(row, group), []
+    for n, width in enumerate(widths):
+        later = (key >> 32 << 32) | ((key + n * per_row) & _WORD)  # gives group 0 the noise of the sample's first
+        piece = x[n * row : (n + 1) * row]
+        parts.append(quantize_groups(piece, row, group, width, later, positive))
+    return torch.cat([codes for codes, _ in parts]), torch.cat([side for _, side in parts])
+
+
+def dequantize_samples(
+    codes: Tensor, side: Tensor, bits: Tensor, numel: int, group: int, dtype: torch.dtype, support: Tensor | None
+) -> Tensor:
+    """The flat tensor again; values whose bit in ``support`` is 0 are exactly zero."""
+    widths = _widths(numel, bits)
+    out = codes.new_empty(numel, dtype=dtype)
+    if numel == 0:
+        return out
+    row, at = numel // len(widths), 0
+    words = 2 * groups_in_row(row, group)
+    for n, width in enumerate(widths):
+        size = row_bytes(row, group, width)
+        piece, some = codes[at : at + size], side[n * words : (n + 1) * words]
+        out[n * row : (n + 1) * row] = dequantize_groups(piece, some, row, row, group, width, dtype, None)
+        at += size
+    return _restore_zeros(out, support)
+
+
+def range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
+    """For each row the sum over its groups of ``(max - min)**2``: what sets the variance of their rounding.
+
+    Summed in float32, from the first group to the last. A value that is not finite makes its row NaN; with
+    ``positive`` only values above zero count.
+    """
+    rows = _rows(x, row)
+    out = x.new_zeros(rows, dtype=torch.float32)
+    if x.numel() == 0:
+        return out
+    x2 = x.view(rows, row)
+    step = max(1, _CHUNK // min(group, row))
+    for r in range(0, rows, step):
+        for start in range(0, row, group):
+            piece = x2[r : r + step, start : start + group].to(torch.float32)
+            low, high = _range(piece, ~(piece <= 0) if positive else None)
+            extent = torch.where(low.isfinite() & high.isfinite(), high - low, torch.nan)
+            out[r : r + step] += extent * extent
     return out
 
 

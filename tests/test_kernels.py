@@ -201,6 +201,70 @@ def test_wrong_bits_of_samples_raise() -> None:
         ops.dequantize_samples(codes[:-3], side, good, 1000, 256, torch.float32, None)
 
 
+FP8 = [getattr(torch, n) for n in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, n)]
+
+
+def check_casts(x: Tensor, row: int, group: int, target: torch.dtype, scale: Tensor | None = None) -> None:
+    about = (x.dtype, x.numel(), row, group, target, scale)
+    values, scales = reference.cast_groups(x, row, group, target, scale)
+    ours = ops.cast_groups(x, row, group, target, scale)
+    assert_same(ours[1], scales, about)
+    assert_same(ours[0].float(), values.float(), about)
+    for dtype in {x.dtype, torch.float32}:
+        shape = (values, scales, row, group, dtype)
+        assert_same(ops.uncast_groups(*shape), reference.uncast_groups(*shape), about)
+
+
+@pytest.mark.parametrize("target", FP8)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_casts(dtype: torch.dtype, target: torch.dtype) -> None:
+    for row in SIZES:
+        for group in (5, 128):
+            check_casts(sample(3 * row, dtype), row, group, target)
+    for group in (1, 7, 1000):
+        check_casts(special(dtype), 97, group, target)
+    for scale in (1.0, 0.37, 1e-4, 1e4, INF, NAN):
+        check_casts(sample(4097, dtype), 4097, 1000, target, torch.tensor([scale]))
+    check_casts(special(dtype), 97 * 20, 100, target, torch.tensor([2.5]))
+
+
+@pytest.mark.parametrize("target", FP8)
+def test_casts_round_as_torch_does(target: torch.dtype) -> None:
+    """Every value of the type, the middle to the next, and their neighbours in float32; and back.
+
+    Beyond the type's largest (and 2**-7 of it) it is NaN, where torch's cast changes with its version.
+    """
+    codes = torch.arange(256, dtype=torch.uint8).view(target)
+    assert_same(ops.uncast_groups(codes, torch.ones(1), 256, 256, torch.float32), codes.float(), target)
+    exact = codes.float()[codes.float().isfinite()].sort().values
+    x = torch.cat([exact, (exact[1:] + exact[:-1]) / 2, exact * 1.5, exact * 1e-3, exact * (1 + 2.0**-7)])
+    x = torch.cat([x, x.nextafter(torch.tensor(INF)), x.nextafter(torch.tensor(-INF)), torch.tensor([INF, -INF, NAN])])
+    ours = ops.cast_groups(x, x.numel(), 64, target, torch.ones(1))[0]
+    within = x.abs() <= torch.finfo(target).max * (1 + 2.0**-7)
+    assert_same(ours.float()[within], x[within].to(target).float(), target)
+    assert bool(ours.float()[~within].isnan().all())
+
+
+@pytest.mark.parametrize("target", FP8)
+def test_casts_in_threads(threads: int, target: torch.dtype) -> None:
+    for dtype in FLOATS:
+        check_casts(sample(3 * 33_333, dtype), 33_333, 128, target)
+        check_casts(sample(99_991, dtype), 99_991, 4096, target, torch.tensor([0.1]))
+
+
+def test_wrong_scales_raise() -> None:
+    x, target = sample(1000, torch.float32), torch.float8_e4m3fn
+    values, scales = ops.cast_groups(x, 1000, 128, target)
+    with pytest.raises(RuntimeError):
+        ops.cast_groups(x, 999, 128, target)
+    with pytest.raises(RuntimeError):
+        ops.cast_groups(x, 1000, 128, target, torch.ones(2))
+    with pytest.raises(RuntimeError):
+        ops.uncast_groups(values, scales[:-1], 1000, 128, torch.float32)
+    with pytest.raises(RuntimeError):
+        ops.uncast_groups(values, scales.float(), 1000, 128, torch.float32)
+
+
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_large_groups(threads: int, dtype: torch.dtype, positive: bool) -> None:
@@ -355,6 +419,7 @@ def test_every_operator_is_compiled() -> None:
     bits = torch.tensor([2, 3], dtype=torch.uint8)
     ops.dequantize_samples(*ops.quantize_samples(x, bits, 8, 0, False), bits, 16, 8, torch.float32, None)
     ops.range_energy(x, 16, 8, False)
+    ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)
     ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), 16, torch.float32, 1.0, 0.0)
     ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)
     assert kernels.status() == dict.fromkeys(ops.SCHEMAS, "numba")

@@ -18,6 +18,7 @@ from .kernels.reference import group_bytes, groups_in_row, low_shape, row_bytes
 
 __all__ = [
     "block_means",
+    "cast_groups",
     "dequantize_blocks",
     "dequantize_groups",
     "dequantize_samples",
@@ -32,6 +33,7 @@ __all__ = [
     "range_energy",
     "row_bytes",
     "spread_blocks",
+    "uncast_groups",
     "unpack_band",
     "unpack_uints",
 ]
@@ -49,6 +51,8 @@ SCHEMAS = {
     "dequantize_samples": "(Tensor codes, Tensor side, Tensor bits, int numel, int group, ScalarType dtype,"
     " Tensor? support) -> Tensor",
     "range_energy": "(Tensor x, int row, int group, bool positive) -> Tensor",
+    "cast_groups": "(Tensor x, int row, int group, ScalarType dtype, Tensor? scale=None) -> (Tensor, Tensor)",
+    "uncast_groups": "(Tensor values, Tensor scale, int row, int group, ScalarType dtype) -> Tensor",
     "block_means": "(Tensor x, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "spread_blocks": "(Tensor low, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
@@ -115,6 +119,20 @@ def _fake_dequantize_samples(
 @_fake
 def _fake_range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
     return x.new_empty(x.numel() // row if row else 0, dtype=torch.float32)
+
+
+@_fake
+def _fake_cast_groups(
+    x: Tensor, row: int, group: int, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    groups = x.numel() // row * groups_in_row(row, group) if row else 0
+    scales = x.new_empty(groups, dtype=torch.bfloat16) if scale is None else scale.new_empty(1)
+    return x.new_empty(x.numel(), dtype=dtype), scales
+
+
+@_fake
+def _fake_uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: torch.dtype) -> Tensor:
+    return values.new_empty(values.numel(), dtype=dtype)
 
 
 def _low_numel(geometry: Sequence[int], block: int) -> int:
@@ -205,6 +223,8 @@ quantize_samples: Callable[[Tensor, Tensor, int, int, bool], tuple[Tensor, Tenso
 )
 dequantize_samples: Callable[..., Tensor] = _namespace.dequantize_samples.default
 range_energy: Callable[[Tensor, int, int, bool], Tensor] = _namespace.range_energy.default
+cast_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.cast_groups.default
+uncast_groups: Callable[[Tensor, Tensor, int, int, torch.dtype], Tensor] = _namespace.uncast_groups.default
 block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.block_means.default
 spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.spread_blocks.default
 pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default

@@ -29,6 +29,7 @@ ir: Any = import_module("llvmlite.ir")
 F = TypeVar("F", bound=Callable[..., Any])
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+E4M3, E5M2 = 0, 1
 
 U8, U16, U32, I32, U64, F32 = np.uint8, np.uint16, np.uint32, np.int32, np.uint64, np.float32
 _GOLDEN, _DITHER = np.uint32(0x9E3779B9), np.uint32(0x5BD1E995)
@@ -380,6 +381,78 @@ def _fill(values: int, n: int, bits: int, levels: int, h: Any, codes: int, side:
         h = U32(h + _GOLDEN)
     if bits < 8:
         _pack(loose, n, bits, codes)
+
+
+# ---------------------------------------------------------------- 8-bit floats
+
+
+@_inline
+def _narrow8(x: Any, kind: int) -> Any:
+    """The 8 bits of the nearest value, ties to even; NaN for what is not within 2**-7 of the type's range."""
+    b = _bits(x, U32)
+    rest = U32(b & 0x7FFFFFFF)
+    sign = U32((b >> 24) & 0x80)
+    if kind == E4M3:
+        normal = U32((rest - 0x3C000000 + 0x7FFFF + ((rest >> 20) & 1)) >> 20)
+        small = U32(_bits(_float(rest) + F32(2.0**14), U32) - 0x46800000)  # the sum rounds at 2**-9
+        near = small if rest < 0x3C800000 else normal
+        return U8((U32(0x7F) if rest > 0x43E1C000 else near) | sign)
+    normal = U32((rest - 0x38000000 + 0xFFFFF + ((rest >> 21) & 1)) >> 21)
+    small = U32(_bits(_float(rest) + F32(2.0**7), U32) - 0x43000000)  # the sum rounds at 2**-16
+    near = small if rest < 0x38800000 else normal
+    return U8((U32(0x7F) if rest > 0x4761C000 else near) | sign)
+
+
+@_inline
+def _widen8(b: Any, kind: int) -> Any:
+    sign, rest = U32((U32(b) & 0x80) << 24), U32(U32(b) & 0x7F)
+    if kind == E4M3:
+        small = _bits(F32(I32(rest)) * F32(2.0**-9), U32)
+        normal = U32(0x7FC00000) if rest == 0x7F else U32((rest << 20) + 0x3C000000)
+        return _float((small if rest < 8 else normal) | sign)
+    small = _bits(F32(I32(rest)) * F32(2.0**-16), U32)
+    normal = U32((rest << 21) + (0x70000000 if rest >= 0x7C else 0x38000000))
+    return _float((small if rest < 4 else normal) | sign)
+
+
+@_plain
+def _group_scale(values: int, n: int, kind: int) -> Any:
+    """The word of the bfloat16 that takes the largest value to the type's largest."""
+    v, most = _pointer(values, types.float32), I32(0)
+    for i in range(n):
+        most = max(most, I32(_bits(v[i], I32) & 0x7FFFFFFF))
+    if most >= 0x7F800000:
+        return U32(0x7FC0)
+    if most == 0:
+        return U32(0x3F80)
+    scale = _bits(most, F32) / (F32(448.0) if kind == E4M3 else F32(57344.0))
+    b = _bits(scale if scale > _SMALLEST_STEP else _SMALLEST_STEP, U32)
+    return U32((b >> 16) + (1 if b & 0xFFFF else 0))
+
+
+@_plain
+def _cast_run(values: int, n: int, scale: Any, out: int, kind: int) -> None:
+    v, o = _pointer(values, types.float32), _pointer(out, types.uint8)
+    if _bits(scale, U32) & 0x7FFFFFFF >= 0x7F800000:
+        for i in range(n):
+            o[i] = U8(0)
+    elif kind == E4M3:
+        for i in range(n):
+            o[i] = _narrow8(v[i] / scale, E4M3)
+    else:
+        for i in range(n):
+            o[i] = _narrow8(v[i] / scale, E5M2)
+
+
+@_plain
+def _uncast_run(codes: int, n: int, scale: Any, out: int, kind: int) -> None:
+    c, o = _pointer(codes, types.uint8), _pointer(out, types.float32)
+    if kind == E4M3:
+        for i in range(n):
+            o[i] = _widen8(c[i], E4M3) * scale
+    else:
+        for i in range(n):
+            o[i] = _widen8(c[i], E5M2) * scale
 
 
 @_inline
@@ -768,6 +841,41 @@ def _kernel_dequantize_groups(parameters: int, scratch: int, first: int, last: i
         _decode(p, values, g, stop)
         if support:
             _zero_run(support, start, n, values)
+        if kind != FLOAT32:
+            _narrow_run(scratch, out + 2 * start, n, kind)
+
+
+@_kernel
+def _kernel_cast_groups(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, kind, out, kind8, row, group, shared = p[0], p[1], p[2], p[3], p[4], p[5], p[7]
+    scales, one = _pointer(p[6], types.uint16), _pointer(p[6], types.float32)
+    for g in range(first, last):
+        start = _start(g, row, group)
+        n = _start(g + 1, row, group) - start
+        values = x + 4 * start
+        if kind != FLOAT32:
+            values = scratch
+            _widen_run(x + 2 * start, scratch, n, kind)
+        if shared:
+            scale = one[0]
+        else:
+            word = _group_scale(values, n, kind8)
+            scales[g] = U16(word)
+            scale = _float(U32(word << 16))
+        _cast_run(values, n, scale, out + start, kind8)
+
+
+@_kernel
+def _kernel_uncast_groups(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    codes, kind8, out, kind, row, group, shared = p[0], p[1], p[2], p[3], p[4], p[5], p[7]
+    scales, one = _pointer(p[6], types.uint16), _pointer(p[6], types.float32)
+    for g in range(first, last):
+        start = _start(g, row, group)
+        n = _start(g + 1, row, group) - start
+        scale = one[0] if shared else _float(U32(scales[g]) << 16)
+        _uncast_run(codes + start, n, scale, out + 4 * start if kind == FLOAT32 else scratch, kind8)
         if kind != FLOAT32:
             _narrow_run(scratch, out + 2 * start, n, kind)
 

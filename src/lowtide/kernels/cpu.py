@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from . import PROCESS, reference
-from .compiled import BATCH, BFLOAT16, FLOAT16, FLOAT32, KERNELS, team
+from .compiled import BATCH, BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32, KERNELS, team
 from .reference import groups_in_row, low_shape, row_bytes
 
 numba: Any = import_module("numba")  # some versions are typed and some are not
 event: Any = import_module("numba.core.event")
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+KINDS8 = {getattr(torch, n, None): k for n, k in (("float8_e4m3fn", E4M3), ("float8_e5m2", E5M2))}
 
 
 class _OpenMP:
@@ -278,6 +279,47 @@ def range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
     _run(
         "range_energy", numel // row, numel, 4 * group,
         x.data_ptr(), kind, out.data_ptr(), row, group, positive,
+    )  # fmt: skip
+    return out
+
+
+def cast_groups(
+    x: Tensor, row: int, group: int, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    kind, kind8, numel = KINDS.get(x.dtype), KINDS8.get(dtype), x.numel()
+    sizes = _sizes(numel, row, group, 8)
+    sound = scale is None or _is(scale, torch.float32, 1)
+    if kind is None or kind8 is None or sizes is None or not sound or not x.is_contiguous():
+        return reference.cast_groups(x, row, group, dtype, scale)
+    out = torch.empty(numel, dtype=dtype)
+    scales = torch.empty(sizes[0], dtype=torch.bfloat16) if scale is None else scale.reshape(1).clone()
+    group = min(group, row)
+    _run(
+        "cast_groups", sizes[0], numel, 4 * group,
+        x.data_ptr(), kind, out.data_ptr(), kind8, row, group, scales.data_ptr(), scale is not None,
+    )  # fmt: skip
+    return out, scales
+
+
+def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: torch.dtype) -> Tensor:
+    """See the reference."""
+    kind, kind8, numel = KINDS.get(dtype), KINDS8.get(values.dtype), values.numel()
+    sizes = _sizes(numel, row, group, 8)
+    shared = _is(scale, torch.float32, 1)
+    if (
+        kind is None
+        or kind8 is None
+        or sizes is None
+        or not values.is_contiguous()
+        or not (shared or _is(scale, torch.bfloat16, sizes[0]))
+    ):
+        return reference.uncast_groups(values, scale, row, group, dtype)
+    out = torch.empty(numel, dtype=dtype)
+    group = min(group, row)
+    _run(
+        "uncast_groups", sizes[0], numel, 4 * group,
+        values.data_ptr(), kind8, out.data_ptr(), kind, row, group, scale.data_ptr(), shared,
     )  # fmt: skip
     return out
 

@@ -37,6 +37,7 @@ _CHUNK = 1 << 19
 _WORD = 0xFFFFFFFF
 _SMALLEST_STEP = 2.0**-126  # the smallest step whose reciprocal is a finite float32
 _NAN_LOW = 0x7FC0
+_ONE = 0x3F80
 _CONSTANT = 0x8000
 _GOLDEN = 0x9E3779B9
 _DITHER = 0x5BD1E995
@@ -310,6 +311,65 @@ def _restore_zeros(out: Tensor, support: Tensor | None) -> Tensor:
         for i in range(0, out.numel(), _CHUNK):
             piece = out[i : i + _CHUNK]
             piece.masked_fill_(~_mask_bits(support, i, piece.numel()), 0.0)
+    return out
+
+
+# ---------------------------------------------------------------- 8-bit floats
+
+
+def cast_groups(
+    x: Tensor, row: int, group: int, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values over the scale of their group, rounded to the nearest of an 8-bit float type; and the scales.
+
+    A scale is a bfloat16, rounded up, that takes the largest of a group to the largest of the type: 1 for a group
+    of zeros, NaN for one with a value that is not finite. With ``scale``, one float32, that serves all groups.
+    Values over a scale that is not finite become 0, and so decode to NaN. A value that a given scale leaves more
+    than 2**-7 beyond the type's largest becomes NaN (torch's own cast changes with its version there).
+    """
+    if x.numel() % max(1, row) or (scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1)):
+        raise RuntimeError(f"{x.numel()} values have no rows of {row}, or {scale} is not one float32")
+    rows, per_row = _rows(x, row), groups_in_row(row, group)
+    out = x.new_empty(x.numel(), dtype=dtype)
+    scales = x.new_empty((rows, per_row), dtype=torch.bfloat16) if scale is None else scale.reshape(1).clone()
+    if x.numel() == 0:
+        return out, scales.view(-1)
+    x2, out2 = x.view(rows, row), out.view(rows, row)
+    largest_kept = torch.finfo(dtype).max * (1 + 2.0**-7)
+    for r0, r1, g0, g1, n in _tiles(rows, row, group):
+        cut = slice(g0 * group, g0 * group + (g1 - g0) * n)
+        piece = x2[r0:r1, cut].reshape(-1, n).to(torch.float32)
+        if scale is None:
+            largest = piece.abs().amax(1)
+            word = _up((largest / torch.finfo(dtype).max).clamp_min(_SMALLEST_STEP))
+            word = torch.where(largest == 0, _ONE, torch.where(largest.isfinite(), word, _NAN_LOW))
+            scales[r0:r1, g0:g1] = _word16(word).view(torch.bfloat16).view(r1 - r0, g1 - g0)
+            own = _from_bits(word << 16)[:, None]
+        else:
+            own = scale.reshape(1, 1)
+        scaled = piece / own
+        scaled = torch.where(scaled.abs() <= largest_kept, scaled, torch.nan)
+        out2[r0:r1, cut] = torch.where(own.isfinite(), scaled, 0.0).to(dtype).view(r1 - r0, -1)
+    return out, scales.view(-1)
+
+
+def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: torch.dtype) -> Tensor:
+    """The flat tensor again; ``scale`` has a bfloat16 for each group, or one float32 for all."""
+    rows, per_row = _rows(values, row), groups_in_row(row, group)
+    shared = scale.dtype == torch.float32 and scale.numel() == 1
+    if values.numel() % max(1, row) or not (shared or (scale.dtype, scale.numel()) == (torch.bfloat16, rows * per_row)):
+        raise RuntimeError(
+            f"{values.numel()} values in rows of {row} and groups of {group} do not go with {scale.numel()} scales"
+        )
+    out = values.new_empty(values.numel(), dtype=dtype)
+    if values.numel() == 0:
+        return out
+    v2, out2 = values.view(rows, row), out.view(rows, row)
+    for r0, r1, g0, g1, n in _tiles(rows, row, group):
+        cut = slice(g0 * group, g0 * group + (g1 - g0) * n)
+        wide = v2[r0:r1, cut].reshape(-1, n).to(torch.float32)
+        own = scale.view(1, 1) if shared else scale.view(rows, per_row)[r0:r1, g0:g1].reshape(-1, 1).to(torch.float32)
+        out2[r0:r1, cut] = _fit_dtype(wide * own, dtype).view(r1 - r0, -1).to(dtype)
     return out
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 from lowtide import codecs, ops
@@ -25,6 +26,7 @@ from lowtide.codecs import (
     BlockMean,
     Cast,
     Codec,
+    Derived,
     GroupQuant,
     Indices,
     Mask,
@@ -32,6 +34,7 @@ from lowtide.codecs import (
     PoolOffsets,
     Projection,
     Raw,
+    SampleQuant,
     ShapeOnly,
     TensorMeta,
     TwoValue,
@@ -43,6 +46,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = tuple(n for n in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, n))
 POOL = PoolOffsets(size=(64, 64), kernel=(3, 2), stride=(2, 3), padding=(1, 0), dilation=(1, 2))
 
+LEVELS = {
+    1: (0.0, 1.0),
+    2: (0.0, 0.25, 0.6, 1.0),
+    3: (0.0, 0.1, 0.25, 0.4, 0.5, 0.7, 0.9, 1.0),
+    4: (*(i / 20 for i in range(12)), 0.6, 0.7, 0.9, 1),
+}
+
 # A new codec is one line here; the contract below then holds for it.
 CODECS: list[Codec] = [
     Raw(),
@@ -52,11 +62,15 @@ CODECS: list[Codec] = [
     TwoValue(),
     *(Indices(-3, -3 + 2**b - 1) for b in (1, 2, 4, 8, 16, 32)),
     POOL,
-    *(GroupQuant(b) for b in (1, 2, 4, 8)),
+    *(GroupQuant(b) for b in range(1, 9)),
     GroupQuant(2, 7, "sample"),
     GroupQuant(4, 5, "row"),
     GroupQuant(8, 33, "flat"),
-    *(BlockMean(4, 2, b, 50) for b in (1, 2, 4, 8)),
+    *(BlockMean(4, 2, b, 50) for b in range(1, 9)),
+    *(GroupQuant(b, 50, "sample", LEVELS[b]) for b in LEVELS),
+    SampleQuant((3, 8), 50),
+    BlockMean(4, 2, 2, 50, levels=(0.0, 0.25, 0.6, 1.0)),
+    BlockMean(4, 2, 3, 50, True, (0.0, 0.1, 0.25, 0.4, 0.5, 0.7, 0.9, 1.0)),
     BlockMean(3, 1, 8),
     BlockMean(2, 3, 8),
     BlockMean(3, 2, 0),
@@ -69,9 +83,10 @@ CODECS: list[Codec] = [
     Cast("bfloat16"),
     Cast("float16"),
     *(Cast(n) for n in FP8),
+    *(Cast(n, 16) for n in FP8),
 ]
-LOSSY = [c for c in CODECS if isinstance(c, (GroupQuant, BlockMean, Projection, Cast))]
-ROUNDED = [c for c in LOSSY if isinstance(c, (GroupQuant, BlockMean)) and c.bits]
+LOSSY = [c for c in CODECS if isinstance(c, (GroupQuant, SampleQuant, BlockMean, Projection, Cast))]
+ROUNDED = [c for c in LOSSY if isinstance(c, (GroupQuant, SampleQuant, BlockMean)) and c.bits]
 RANDOM = [*ROUNDED, *(c for c in LOSSY if isinstance(c, Projection))]
 INTEGERS = (Indices, PoolOffsets)
 
@@ -142,9 +157,19 @@ def _values(codec: Codec, shape: tuple[int, ...], generator: torch.Generator) ->
     return values
 
 
-def _fits(codec: Codec, shape: tuple[int, ...]) -> bool:
+def _fits(codec: Codec, tensor: Tensor) -> bool:
+    shape = tensor.shape
+    if isinstance(codec, SampleQuant):
+        return bool(shape) and len(codec.bits) == shape[0] and tensor.stride(0) == max(tensor.stride())
     dims = {BlockMean: getattr(codec, "dims", 0), PoolOffsets: 2}.get(type(codec), 0)
     return len(shape) >= dims
+
+
+def _for_samples(codec: Codec, count: int) -> Codec:
+    """The codec, with bits for ``count`` samples if each has its own."""
+    if not isinstance(codec, SampleQuant):
+        return codec
+    return replace(codec, bits=tuple(itertools.islice(itertools.cycle(codec.bits), count)))
 
 
 def _dtypes(codec: Codec) -> tuple[torch.dtype, ...]:
@@ -156,8 +181,8 @@ def _dtypes(codec: Codec) -> tuple[torch.dtype, ...]:
 def _tensors(codec: Codec, case: str) -> list[Tensor]:
     shape, view = CASES[case]
     probe = view(torch.empty(shape))
-    if not _fits(codec, tuple(probe.shape)):
-        pytest.skip("too few dimensions")
+    if not _fits(codec, probe):
+        pytest.skip("too few dimensions, or other samples")
     found = []
     for dtype in _dtypes(codec):
         generator = torch.Generator().manual_seed(len(case))
@@ -224,13 +249,21 @@ def _bound(codec: Codec, x: Tensor) -> Tensor | float:
         columns = codecs.base.layout_of(tuple(x.shape), x.stride()).sizes[-1:] or (1,)
         step = 2 * (1 + 2.0**-6) ** 2 / (2**codec.bits - 1) if codec.bits else 0.0
         return columns[0] * largest * (1 + step + 4 * torch.finfo(x.dtype).eps) + rounding
+    if isinstance(codec, SampleQuant):
+        return _bound(GroupQuant(min(codec.bits), codec.group), x)
     if isinstance(codec, GroupQuant):
-        return (span + largest * 2.0**-7) * (1 + 2.0**-6) / (2**codec.bits - 1) + rounding
+        return (span + largest * 2.0**-7) * (1 + 2.0**-6) * _widest(codec) + rounding
     assert isinstance(codec, BlockMean)
     if codec.bits == 0:
         return span + rounding
     wobble = largest * 2.0**-8
-    return (2 * (span + wobble)) * (1 + 2.0**-6) ** 2 / (2**codec.bits - 1) + rounding
+    return (2 * (span + wobble)) * (1 + 2.0**-6) ** 2 * _widest(codec) + rounding
+
+
+def _widest(codec: GroupQuant | BlockMean) -> float:
+    """The largest distance between two levels, as a fraction of the range."""
+    even = [i / (2**codec.bits - 1) for i in range(2**codec.bits)]
+    return max(b - a for a, b in itertools.pairwise(codec.levels or even))
 
 
 def _ids(codec: object) -> str:
@@ -247,7 +280,7 @@ lossy = pytest.mark.parametrize("codec", LOSSY, ids=_ids)
 
 def test_every_registered_codec_is_under_contract() -> None:
     ours = {c for c in codecs.registered().values() if c.__module__.startswith("lowtide.")}
-    assert ours == {type(c) for c in CODECS}
+    assert ours - {Derived} == {type(c) for c in CODECS}  # what is derived is never encoded; see test_derive
 
 
 @every_case
@@ -364,11 +397,11 @@ def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GroupQuant(3), "bits must be one of 1, 2, 4, 8; got 3"),
-        (lambda: GroupQuant(0), "bits must be one of 1, 2, 4, 8; got 0"),
-        (lambda: GroupQuant(True), "bits must be one of 1, 2, 4, 8; got True"),
-        (lambda: GroupQuant(2.0), "bits must be one of 1, 2, 4, 8; got 2.0"),
-        (lambda: GroupQuant("2"), "bits must be one of 1, 2, 4, 8; got '2'"),
+        (lambda: GroupQuant(9), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 9"),
+        (lambda: GroupQuant(0), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 0"),
+        (lambda: GroupQuant(True), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got True"),
+        (lambda: GroupQuant(2.0), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 2.0"),
+        (lambda: GroupQuant("2"), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got '2'"),
         (lambda: GroupQuant(group=0), "group must be a whole number of at least 1; got 0"),
         (lambda: GroupQuant(group=True), "group must be a whole number of at least 1; got True"),
         (lambda: GroupQuant(group=2.5), "group must be a whole number of at least 1; got 2.5"),
@@ -376,21 +409,49 @@ def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> No
         (lambda: BlockMean(block=0), "block must be a whole number of at least 1; got 0"),
         (lambda: BlockMean(dims=4), "dims must be one of 1, 2, 3; got 4"),
         (lambda: BlockMean(dims=2.0), "dims must be one of 1, 2, 3; got 2.0"),
-        (lambda: BlockMean(bits=3), "bits must be one of 0, 1, 2, 4, 8; got 3"),
-        (lambda: BlockMean(bits=False), "bits must be one of 0, 1, 2, 4, 8; got False"),
+        (lambda: BlockMean(bits=9), "bits must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8; got 9"),
+        (lambda: BlockMean(bits=False), "bits must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8; got False"),
         (lambda: BlockMean(group=-1), "group must be a whole number of at least 1; got -1"),
         (lambda: BlockMean(bits=0, faithful=True), "faithful=True needs bits of at least 1; got bits=0"),
         (lambda: Projection(0), "rank must be a whole number of at least 1; got 0"),
         (lambda: Projection(0.5), "rank must be a whole number of at least 1; got 0.5"),
-        (lambda: Projection(2, 3), "bits must be one of 0, 1, 2, 4, 8; got 3"),
+        (lambda: Projection(2, 9), "bits must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8; got 9"),
         (lambda: Projection(2, kind="svd"), "kind must be one of random, subspace; got 'svd'"),
         (lambda: Projection(2, group=0), "group must be a whole number of at least 1; got 0"),
+        (lambda: GroupQuant(8, levels=(0.0, 1.0)), "levels go with 1 to 4 bits; got bits=8"),
+        (lambda: BlockMean(bits=0, levels=(0.0, 1.0)), "levels go with 1 to 4 bits; got bits=0"),
+        (lambda: GroupQuant(2, levels=(0.0, 1.0)), "levels must be a tuple of 4 numbers from 0.0 to 1.0 with 2 bits"),
+        (lambda: GroupQuant(1, levels=[0.0, 1.0]), "levels must be a tuple of 2 numbers"),
+        (lambda: GroupQuant(1, levels=("0", 1.0)), "levels must be a tuple of 2 numbers"),
+        (lambda: GroupQuant(1, levels=(0.0, 0.9)), "levels must be a tuple of 2 numbers"),
+        (lambda: BlockMean(bits=1, levels=(0.1, 1.0)), "levels must be a tuple of 2 numbers"),
+        (lambda: GroupQuant(2, levels=(0.0, 0.5, 0.5, 1.0)), r"levels must rise by at least 2\*\*-16 each"),
+        (lambda: GroupQuant(2, levels=(0.0, 0.6, 0.5, 1.0)), r"levels must rise by at least 2\*\*-16 each"),
+        (lambda: GroupQuant(2, levels=(0.0, math.nan, 0.5, 1.0)), r"levels must rise by at least 2\*\*-16 each"),
         (lambda: Cast("int8"), "dtype must be one of bfloat16, float16, .*; got 'int8'"),
+        (lambda: Cast("float8_e5m2", -1), "group must be a whole number of at least 1; got -1"),
+        (lambda: Cast("float8_e5m2", False), "group must be a whole number of at least 1; got False"),
+        (lambda: Cast("float16", 16), "group=16 goes with an 8-bit type; got dtype='float16'"),
         (lambda: Mask(1.0, 1.0), "low must be below high; got low=1.0, high=1.0"),
         (lambda: Mask(2.0, 1.0), "low must be below high; got low=2.0, high=1.0"),
         (lambda: Mask(math.nan, 1.0), "low must be below high; got low=nan, high=1.0"),
         (lambda: Indices(3, 2), r"low..high must span 1 to 2\*\*32 integers; got 3..2"),
         (lambda: Indices(0, 2**32), r"low..high must span 1 to 2\*\*32 integers; got 0..4294967296"),
+        (lambda: SampleQuant(2), "bits must be a tuple with a number for each sample; got 2"),
+        (lambda: SampleQuant((2, 0)), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 0"),
+        (lambda: SampleQuant((2,), 0), "group must be a whole number of at least 1; got 0"),
+        (
+            lambda: SampleQuant((2, 4)).encode(torch.zeros(3, 2), key=0),
+            r"bits for 2 samples; got a tensor of shape \(3, 2\)",
+        ),
+        (
+            lambda: SampleQuant((2, 4)).packed_nbytes(TensorMeta((), (), torch.float32)),
+            r"bits for 2 samples; got a tensor of shape \(\)",
+        ),
+        (
+            lambda: SampleQuant((2, 4)).encode(torch.zeros(5, 2).t(), key=0),
+            r"samples \(dimension 0\) outermost in memory; got shape \(2, 5\) with strides \(1, 2\)",
+        ),
         (lambda: from_config({"id": "zip"}), "unknown codec 'zip'; known: .*raw.*"),
         (lambda: BlockMean().encode(torch.zeros(3), key=0), r"dims=2 got a tensor of shape \(3,\)"),
     ],
@@ -435,6 +496,7 @@ def test_lossless_codecs_keep_the_sign_of_zero() -> None:
 def test_what_is_not_finite_never_looks_finite(codec: Codec, dtype: torch.dtype, bad: float) -> None:
     """The value decodes to something not finite, as does its group; no finite value comes back wrong."""
     clean = (torch.randn(4, 3, 8, 12, 8, generator=torch.Generator().manual_seed(1)) * 1000).to(dtype)
+    codec = _for_samples(codec, 4)
     before = codec.encode(clean, key=7).decode()
     for at in ((1, 2, 3, 4, 5), (3, 2, 7, 11, 7), (0, 0, 0, 0, 0)):
         x = clean.clone()
@@ -457,7 +519,7 @@ def test_what_is_not_finite_never_looks_finite(codec: Codec, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_a_bad_group_is_all_nan_and_alone(bits: int, bad: float) -> None:
     codec = GroupQuant(bits, 16)
     clean = torch.randn(3, 40)
@@ -491,7 +553,7 @@ def test_huge_values_are_right_or_nan(codec: Codec, largest: float) -> None:
 
     Beside float32's largest a step that is rounded up may overflow, and so may a product: visibly, as Inf or NaN.
     """
-    generator = torch.Generator().manual_seed(3)
+    codec, generator = _for_samples(codec, 8), torch.Generator().manual_seed(3)
     for signed in (False, True):
         x = torch.rand(8, 2, 8, 8, generator=generator)
         x = ((x * 2 - 1) if signed else x) * largest
@@ -737,6 +799,13 @@ def _bfloat(words: np.ndarray) -> np.ndarray:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+
+
+def _code_bytes(n: int, bits: int) -> int:
+    return sum(math.ceil(n * width / 8) for width in PLANES[bits])
+
+
 def _read(packed: codecs.Packed, row: int, group: int, bits: int) -> tuple[np.ndarray, ...]:
     """Codes, low and step of every value in memory order, read by the format's description."""
     codes_buffer, side_buffer = packed.buffers[-2:]
@@ -746,10 +815,14 @@ def _read(packed: codecs.Packed, row: int, group: int, bits: int) -> tuple[np.nd
     for _ in range(packed.meta.numel // row):
         for start in range(0, row, group):
             n = min(group, row - start)
-            size = math.ceil(n * bits / 8)
-            chunk = raw[at : at + size]
-            for e in range(n):
-                codes.append(int(chunk[e % size]) >> (e // size * bits) & (2**bits - 1))
+            found, low_bit = [0] * n, 0
+            for width in PLANES[bits]:
+                size = math.ceil(n * width / 8)
+                chunk = raw[at : at + size]
+                for e in range(n):
+                    found[e] |= (int(chunk[e % size]) >> (e // size * width) & (2**width - 1)) << low_bit
+                at, low_bit = at + size, low_bit + width
+            codes += found
             words = side[g]
             if words[1] & 0x8000:  # constant
                 value = int(words[0]) << 16 | (int(words[1]) & 0x7FFF) << 1 | codes[-n] & 1
@@ -758,13 +831,13 @@ def _read(packed: codecs.Packed, row: int, group: int, bits: int) -> tuple[np.nd
                 base, scale = _bfloat(words)
             low += [base] * n
             step += [scale] * n
-            at, g = at + size, g + 1
+            g += 1
     assert at == raw.size
     assert g == side.shape[0]
     return np.array(codes), np.array(low, np.float32), np.array(step, np.float32)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_format_reads_back_independently(bits: int) -> None:
     x = torch.randn(5, 37, generator=torch.Generator().manual_seed(6))
     x[2, :16] = 0.1
@@ -774,7 +847,7 @@ def test_format_reads_back_independently(bits: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_side_information_brackets_the_group(bits: int, dtype: torch.dtype) -> None:
     """Low is the next bfloat16 at or below the minimum, step the next at or above what is needed."""
     x = (torch.randn(64, 24, generator=torch.Generator().manual_seed(7)) + 0.3).to(dtype)
@@ -798,6 +871,10 @@ GOLDEN: dict[Codec, str] = {
     GroupQuant(
         bits=8, group=8, layout="row"
     ): "00b24cfe9832e57f00ff6d00b24cfe9833e57f00fe6d 40bf213c00bfe13b40bf213c00bfe13b",
+    GroupQuant(bits=3, group=8, layout="row"): "c8dd5a3c0288dd5a3c02 40bfb73e00bf803e40bfb73e00bf803e",
+    GroupQuant(
+        bits=7, group=8, layout="row"
+    ): "b09926fec8dd5a700f3c02b09826fec8dd5a600e3c02 40bfa23c00bf623c40bfa23c00bf623c",
     BlockMean(
         block=4, dims=1, bits=2, group=16, faithful=False
     ): "003f203fab3e003f203fab3e c862dd873813 a0bf563f60bf193f",
@@ -823,7 +900,7 @@ def test_golden_bytes(codec: Codec) -> None:
 
 
 def test_golden_bytes_cover_the_format() -> None:
-    assert {c.bits for c in GOLDEN if isinstance(c, GroupQuant)} == {1, 2, 4, 8}
+    assert {c.bits for c in GOLDEN if isinstance(c, GroupQuant)} == {1, 2, 3, 4, 7, 8}
     assert any(isinstance(c, BlockMean) for c in GOLDEN)
 
 
@@ -864,7 +941,7 @@ COPIES = 4000
     ],
     ids=str,
 )
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_group_quant_is_unbiased(bits: int, ratio: float, dtype: torch.dtype) -> None:
     """Mean and mean square of the error of each value against the stored low and step.
 
@@ -876,7 +953,7 @@ def test_group_quant_is_unbiased(bits: int, ratio: float, dtype: torch.dtype) ->
     packed = GroupQuant(bits, n).encode(line.expand(COPIES, n), key=12)
     out = packed.decode().double().numpy()
     head = replace(packed, meta=TensorMeta((1, n), (n, 1), dtype))
-    head = replace(head, buffers=(packed.buffers[0][: math.ceil(n * bits / 8)], packed.buffers[1][:2]))
+    head = replace(head, buffers=(packed.buffers[0][: _code_bytes(n, bits)], packed.buffers[1][:2]))
     _, low, step = (a.astype(np.float64) for a in _read(head, n, n, bits))
     x = line.double().numpy()
     error = out - x
@@ -892,6 +969,37 @@ def test_group_quant_is_unbiased(bits: int, ratio: float, dtype: torch.dtype) ->
     extra = 2 * rounding * step + rounding**2
     assert (np.abs((error**2).mean(0) - variance) <= hoeffding + extra).all()
     assert ((error**2).mean(0) <= step**2 / 4 + hoeffding + extra).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("ratio", [0, 1])
+@pytest.mark.parametrize("bits", LEVELS)
+def test_levels_are_unbiased(bits: int, ratio: float, dtype: torch.dtype) -> None:
+    """Between levels a < b a value has error variance (x - a) (b - x), at most (b - a)**2 / 4.
+
+    Rounding may add what even levels have, and that of the sum of intervals: 2**-23 for each, times their width.
+    """
+    n, top = 28, 2**bits - 1
+    line = _row_data(ratio, n, dtype)
+    packed = GroupQuant(bits, n, levels=LEVELS[bits]).encode(line.expand(COPIES, n), key=12)
+    out = packed.decode().double().numpy()
+    head = replace(packed, meta=TensorMeta((1, n), (n, 1), dtype))
+    head = replace(head, buffers=(packed.buffers[0][: _code_bytes(n, bits)], packed.buffers[1][:2]))
+    _, low, step = (a.astype(np.float64) for a in _read(head, n, n, bits))
+    x = line.double().numpy()
+    levels = low[0] + np.array(LEVELS[bits]) * top * step[0]
+    at = np.clip(np.searchsorted(levels, x, side="right") - 1, 0, top - 1)
+    below, above = levels[at], levels[at + 1]
+    rounding = _float_bias(x, low, step, bits, dtype) + (above - below) * top * 2.0**-23
+    error = out - x
+    assert (np.minimum(np.abs(out - below), np.abs(out - above)) <= rounding).all()
+    variance = (x - below) * (above - x)
+    width = above - below
+    assert (np.abs(error.mean(0)) <= _tolerance(variance, width, COPIES, n) + rounding).all()
+    hoeffding = (width + rounding) ** 2 * math.sqrt(math.log(2 * n / 1e-6) / (2 * COPIES))
+    extra = 2 * rounding * width + rounding**2
+    assert (np.abs((error**2).mean(0) - variance) <= hoeffding + extra).all()
+    assert ((error**2).mean(0) <= width**2 / 4 + hoeffding + extra).all()
 
 
 @pytest.mark.parametrize("codec", [GroupQuant(2, 16), BlockMean(3, 2, 2)], ids=_ids)
@@ -910,13 +1018,13 @@ def test_unbiased_over_keys(codec: GroupQuant | BlockMean) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_block_mean_is_unbiased(bits: int, dtype: torch.dtype) -> None:
     """Samples are rows with their own groups; offset 100 must cancel against the rounded means."""
     image = (torch.randn(1, 1, 5, 6, generator=torch.Generator().manual_seed(11)) + 100).to(dtype)
     packed = BlockMean(4, 2, bits).encode(image.expand(COPIES, 1, 5, 6), key=13)
     out = packed.decode().double().view(COPIES, 30).numpy()
-    codes = math.ceil(30 * bits / 8)
+    codes = _code_bytes(30, bits)
     head = replace(
         packed,
         meta=TensorMeta((1, 30), (30, 1), dtype),
@@ -976,7 +1084,7 @@ def test_thresholds_are_independent() -> None:
 # ---------------------------------------------------------------- groups and their borders
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_rows_do_not_touch_each_other(bits: int) -> None:
     x = torch.randn(3, 5, 37, generator=torch.Generator().manual_seed(12))
     y = x.clone()
@@ -1003,6 +1111,94 @@ def test_layouts_differ_where_they_should() -> None:
     groups = {"row": 12 * 2, "sample": 4 * 4, "flat": 15}
     for layout, count in groups.items():
         assert GroupQuant(8, 8, layout).packed_nbytes(meta) == 120 + 4 * count
+
+
+# ---------------------------------------------------------------- casts
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", FP8)
+def test_cast_scales_each_group(name: str, dtype: torch.dtype) -> None:
+    """Groups of very different size keep their own precision: half a unit of the type for each value.
+
+    The scale is the next bfloat16 at or above the largest over the type's largest, so within 2**-7 of it.
+    """
+    x = torch.randn(5, 40, generator=torch.Generator().manual_seed(33)) * torch.logspace(-3, 3, 40)
+    x[1, 16:32], x[2, 3], x[3, 39] = 0.0, math.nan, -math.inf
+    x = x.to(dtype)
+    packed = Cast(name, 16).encode(x, key=0)
+    values, scales = packed.buffers
+    assert (values.dtype, scales.dtype, scales.shape) == (getattr(torch, name), torch.bfloat16, (15,))
+    info, out = torch.finfo(values.dtype), packed.decode()
+    for r, start in itertools.product(range(5), range(0, 40, 16)):
+        part, scale = x[r, start : start + 16].double(), float(scales[3 * r + start // 16])
+        back, largest = out[r, start : start + 16].double(), float(part.abs().max())
+        if not math.isfinite(largest):
+            assert math.isnan(scale)
+            assert bool(back.isnan().all())
+        elif largest == 0:
+            assert scale == 1
+            assert bool((back == 0).all())
+        else:
+            needed = largest / info.max
+            assert needed * (1 - 2.0**-23) <= scale <= needed * (1 + 2.0**-7)
+            unit = (part.abs() / scale).clamp_min(info.smallest_normal).log2().floor().exp2() * info.eps * scale
+            slack = back.abs() * _half_ulp(dtype) + largest * 2.0**-22
+            assert bool(((back - part).abs() <= unit / 2 + slack).all())
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_cast_with_one_scale(name: str) -> None:
+    x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(34))
+    values, scale = Cast(name).encode(x, key=0).buffers
+    target = getattr(torch, name)
+    assert torch.equal(scale, (x.abs().max() / torch.finfo(target).max).view(1))
+    assert torch.equal(values.float(), (x / scale).to(target).float().view(-1))
+
+
+# ---------------------------------------------------------------- bits for each sample
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_sample_has_the_bytes_of_its_bits(dtype: torch.dtype, form: torch.memory_format) -> None:
+    x = torch.randn(8, 3, 9, 7, generator=torch.Generator().manual_seed(30)).to(dtype).contiguous(memory_format=form)
+    x[2, 1, 1, 1], x[3] = math.nan, 0.1
+    bits, support = (3, 1, 8, 2, 2, 7, 4, 5), _support(x)
+    for given in (None, support):
+        packed = SampleQuant(bits, 50).encode(x, key=31, support=given)
+        codes, side, kept = packed.buffers
+        assert kept.tolist() == list(bits)
+        out, at = packed.decode(given), 0
+        for n, width in enumerate(bits):
+            alone = GroupQuant(width, 50, "sample").encode(x, key=31, support=given)
+            size = 3 * _code_bytes(50, width) + _code_bytes(39, width)
+            assert torch.equal(codes[at : at + size], alone.buffers[0][n * size : (n + 1) * size])
+            assert torch.equal(side[8 * n : 8 * n + 8], alone.buffers[1][8 * n : 8 * n + 8])
+            assert _equal(out[n], alone.decode(given)[n])
+            at += size
+        assert packed.nbytes == at + 8 * 4 * 4 + 8
+    equal = SampleQuant((2,) * 8, 50).encode(x, key=31)
+    assert _bytes(equal)[:2] == _bytes(GroupQuant(2, 50, "sample").encode(x, key=31))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_range_energy_by_brute_force(dtype: torch.dtype) -> None:
+    """Five terms of a relative error of 2**-23 (a difference, a square) and five sums."""
+    x = torch.randn(6, 97, generator=torch.Generator().manual_seed(32)).to(dtype)
+    x[1, 3], x[2, 96], x[3, 0] = math.nan, math.inf, -math.inf
+    x[4] = -1.0
+    for positive in (False, True):
+        found = ops.range_energy(x.view(-1), 97, 20, positive)
+        for n in range(6):
+            total = 0.0
+            for start in range(0, 97, 20):
+                some = [v for v in x[n, start : start + 20].tolist() if not (positive and v <= 0)]
+                bad = any(not math.isfinite(v) for v in some)
+                total += math.nan if bad else (max(some) - min(some)) ** 2 if some else 0.0
+            assert math.isnan(total) == (n in ((1, 2) if positive else (1, 2, 3)))
+            assert math.isnan(found[n]) == math.isnan(total)
+            assert math.isnan(total) or math.isclose(found[n], total, rel_tol=12 * 2.0**-23)
 
 
 # ---------------------------------------------------------------- block means
@@ -1081,7 +1277,7 @@ def test_no_bits_is_pooling(dtype: torch.dtype, form: torch.memory_format) -> No
     assert torch.allclose(out.double(), wanted, rtol=2 * _half_ulp(dtype), atol=2e-6)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", [28, 14, 7, 4])
 def test_faithful_follows_the_paper(size: int, bits: int) -> None:
     """Floor-mode average pooling, nearest upsampling, the residual quantized with one range for a map."""
@@ -1104,7 +1300,7 @@ def test_faithful_follows_the_paper(size: int, bits: int) -> None:
     error = (packed.decode() - x).view(6, area).double().numpy()
     assert (np.abs(error) <= step * (1 + 2.0**-16) + 1e-6).all()
     assert np.abs(error).mean() > 0.05 * step.mean()  # and coarse as the range says, not finer
-    predicted = 6 * (2 * (size // kernel) ** 2 + math.ceil(area * bits / 8) + 4)
+    predicted = 6 * (2 * (size // kernel) ** 2 + _code_bytes(area, bits) + 4)
     assert packed.nbytes == predicted == codec.packed_nbytes(TensorMeta.of(x))
 
 
@@ -1135,7 +1331,7 @@ def test_support_restores_zeros(codec: Codec, dtype: torch.dtype, form: torch.me
     assert bool(((out.double() - x.double()).abs() <= _bound(codec, x)).all())
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_support_is_unbiased_and_tight(bits: int) -> None:
     """Positive values lie in [1, 2]: the range covers those alone, and rounding stays unbiased."""
     n = 24
@@ -1159,7 +1355,7 @@ def test_support_is_unbiased_and_tight(bits: int) -> None:
     assert (out[:, line.numpy() == 0] == 0).all()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_support_keeps_nan_and_constants(bits: int) -> None:
     x = torch.tensor([[0.0, 0.1, 0.1, 0.0], [0.0, math.nan, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0], [0, math.inf, 1, 2]])
     support = _support(x)
@@ -1176,17 +1372,34 @@ def test_support_keeps_nan_and_constants(bits: int) -> None:
 _flat = torch.linspace(-1, 1, 120)
 _codes, _side = reference.quantize_groups(_flat, 40, 16, 2, 1, False)
 _low, _bcodes, _bside = reference.quantize_blocks(_flat, (2, 1, 6, 5, 2), 4, 60, 16, 2, 1, False)
+_levels = torch.tensor([0.0, 0.7, 1.5, 3.0])
 _mask = reference.pack_band(_flat, 0.0, math.inf, False, True)
 _numbers = torch.arange(120) % 4
 _geometry = (2, 1, 6, 5, 2)
+_bits = torch.tensor([1, 3, 8], dtype=torch.uint8)
+_scodes, _sside = reference.quantize_samples(_flat, _bits, 16, 1, False)
+_FP8 = tuple(getattr(torch, n) for n in FP8)
 CALLS = {
     "quantize_groups": [(_flat.to(d), 40, 16, 2, 1, p) for d in FLOATS for p in (False, True)]
-    + [(_flat, 120, 120, 8, -1, False), (_flat[:0], 0, 16, 2, 1, False)],
-    "dequantize_groups": [(_codes, _side, 120, 40, 16, 2, d, s) for d in FLOATS for s in (None, _mask)],
-    "quantize_blocks": [(_flat.to(d), _geometry, 4, 60, 16, 2, 1, p) for d in FLOATS for p in (False, True)],
-    "dequantize_blocks": [
-        (_low, _bcodes, _bside, _geometry, 4, 60, 16, 2, d, s) for d in FLOATS for s in (None, _mask)
+    + [(_flat, 120, 120, 8, -1, False), (_flat[:0], 0, 16, 2, 1, False), (_flat, 40, 16, 2, 1, False, _levels)],
+    "dequantize_groups": [
+        (_codes, _side, 120, 40, 16, 2, d, s, t) for d in FLOATS for s in (None, _mask) for t in (None, _levels)
     ],
+    "quantize_blocks": [
+        (_flat.to(d), _geometry, 4, 60, 16, 2, 1, p, t) for d in FLOATS for p in (False, True) for t in (None, _levels)
+    ],
+    "dequantize_blocks": [
+        (_low, _bcodes, _bside, _geometry, 4, 60, 16, 2, d, s, t)
+        for d in FLOATS
+        for s in (None, _mask)
+        for t in (None, _levels)
+    ],
+    "quantize_samples": [(_flat.to(d), _bits, 16, 1, p) for d in FLOATS for p in (False, True)],
+    "dequantize_samples": [(_scodes, _sside, _bits, 120, 16, d, s) for d in FLOATS for s in (None, _mask)],
+    "cast_groups": [(_flat.to(d), 40, 16, t, s) for d in FLOATS for t in _FP8 for s in (None, torch.ones(1))]
+    + [(_flat[:0], 0, 16, torch.float8_e5m2)],
+    "uncast_groups": [(*reference.cast_groups(_flat, 40, 16, t), 40, 16, d) for d in FLOATS for t in _FP8],
+    "range_energy": [(_flat.to(d), 40, 16, p) for d in FLOATS for p in (False, True)] + [(_flat[:0], 0, 16, False)],
     "block_means": [(_flat.to(d), _geometry, b, d) for d in FLOATS for b in (1, 4, 8)],
     "spread_blocks": [(_low, _geometry, 4, d) for d in FLOATS] + [(_flat, _geometry, 1, torch.float32)],
     "pack_band": [(_flat.to(d), -0.5, 0.5, True, False) for d in FLOATS] + [(_flat > 0, 0.0, 1.0, False, True)],
@@ -1212,9 +1425,12 @@ def _tuple(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def test_fakes_know_the_real_shapes(name: str) -> None:
     for args in CALLS[name]:
         real = _tuple(getattr(ops, name)(*args))
-        with FakeTensorMode() as mode:
-            fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in args]
             fake = _tuple(getattr(ops, name)(*fakes))
+        if name == "quantize_samples":  # whose bytes are known only with the bits, which are data
+            assert (fake[0].dim(), fake[0].dtype) == (1, torch.uint8)
+            real, fake = real[1:], fake[1:]
         assert [(f.shape, f.dtype, f.stride()) for f in fake] == [(r.shape, r.dtype, r.stride()) for r in real]
 
 
@@ -1222,8 +1438,10 @@ def test_fakes_know_the_real_shapes(name: str) -> None:
 def test_operators_keep_their_schema(name: str) -> None:
     """No autograd and no ahead-of-time graph goes through these, so two of opcheck's tests apply."""
     operator = getattr(torch.ops.lowtide, name).default
+    # test_schema compares its inputs before and after by arithmetic, which torch does not have for 8-bit floats
+    tests = ("test_faketensor",) if "cast" in name else ("test_schema", "test_faketensor")
     for args in CALLS[name]:
-        torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(operator, args, test_utils=tests)
 
 
 @pytest.mark.parametrize("name", CALLS)

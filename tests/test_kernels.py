@@ -81,14 +81,14 @@ def special(dtype: torch.dtype) -> Tensor:
     return x.view(-1).to(dtype)
 
 
-def check_groups(x: Tensor, row: int, group: int, bits: int, positive: bool) -> None:
-    about = (x.dtype, x.numel(), row, group, bits, positive)
+def check_groups(x: Tensor, row: int, group: int, bits: int, positive: bool, levels: Tensor | None = None) -> None:
+    about = (x.dtype, x.numel(), row, group, bits, positive, levels)
     key = 0x1234567_89ABCDEF + row
-    codes, side = reference.quantize_groups(x, row, group, bits, key, positive)
-    assert_same(ops.quantize_groups(x, row, group, bits, key, positive), (codes, side), about)
+    codes, side = reference.quantize_groups(x, row, group, bits, key, positive, levels)
+    assert_same(ops.quantize_groups(x, row, group, bits, key, positive, levels), (codes, side), about)
     support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
     for dtype in {x.dtype, torch.float32}:
-        shape = (codes, side, x.numel(), row, group, bits, dtype, support)
+        shape = (codes, side, x.numel(), row, group, bits, dtype, support, levels)
         assert_same(ops.dequantize_groups(*shape), reference.dequantize_groups(*shape), about)
 
 
@@ -102,6 +102,167 @@ def test_groups(dtype: torch.dtype, bits: int, positive: bool) -> None:
     for group in (1, 7, 64, 1000):
         check_groups(special(dtype), 97, group, bits, positive)
     check_groups(special(dtype), 97 * 20, 256, bits, positive)
+
+
+SIZES = [*range(1, 21), 255, 256, 257, 4097]
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_widths_of_several_planes(dtype: torch.dtype, bits: int, positive: bool) -> None:
+    for row in SIZES:
+        for group in (5, 256):
+            check_groups(sample(3 * row, dtype), row, group, bits, positive)
+    for group in (1, 7, 1000):
+        check_groups(special(dtype), 97, group, bits, positive)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_widths_of_several_planes_in_threads(threads: int, bits: int) -> None:
+    for dtype in FLOATS:
+        check_groups(sample(3 * 33_333, dtype), 33_333, 256, bits, False)
+        check_blocks(sample(20 * 3136, dtype), (20, 1, 56, 56, 1), 8, 3136, 256, bits)
+
+
+def levels_of(bits: int) -> Tensor:
+    """Levels at distances that are no round numbers, in units of a step."""
+    generator = torch.Generator().manual_seed(bits)
+    levels = (torch.rand(2**bits - 1, generator=generator, dtype=torch.float64) + 0.05).cumsum(0)
+    return torch.cat([levels.new_zeros(1), levels / levels[-1] * (2**bits - 1)]).float()
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_levels(dtype: torch.dtype, bits: int, positive: bool) -> None:
+    for row in SIZES:
+        for group in (5, 256):
+            check_groups(sample(3 * row, dtype), row, group, bits, positive, levels_of(bits))
+    for group in (1, 7, 64, 1000):
+        check_groups(special(dtype), 97, group, bits, positive, levels_of(bits))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_levels_in_threads(threads: int, bits: int) -> None:
+    for dtype in FLOATS:
+        check_groups(sample(3 * 33_333, dtype), 33_333, 256, bits, False, levels_of(bits))
+        check_blocks(sample(20 * 3136, dtype), (20, 1, 56, 56, 1), 8, 3136, 256, bits, levels_of(bits))
+        check_blocks(special(dtype).repeat(2), (10, 1, 1, 388, 1), 8, 388, 64, bits, levels_of(bits))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_even_levels_change_nothing(bits: int) -> None:
+    x, levels = sample(4096, torch.float32), torch.arange(2.0**bits)
+    truth = reference.quantize_groups(x, 4096, 256, bits, 5, False)
+    assert_same(ops.quantize_groups(x, 4096, 256, bits, 5, False, levels), truth, bits)
+
+
+def check_samples(x: Tensor, samples: int, group: int, positive: bool) -> None:
+    about = (x.dtype, x.numel(), samples, group, positive)
+    bits = (torch.arange(samples) * 5 % 8 + 1).to(torch.uint8)
+    codes, side = reference.quantize_samples(x, bits, group, -77, positive)
+    assert_same(ops.quantize_samples(x, bits, group, -77, positive), (codes, side), about)
+    support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
+    for dtype in {x.dtype, torch.float32}:
+        shape = (codes, side, bits, x.numel(), group, dtype, support)
+        assert_same(ops.dequantize_samples(*shape), reference.dequantize_samples(*shape), about)
+    truth = reference.range_energy(x, x.numel() // samples, group, positive)
+    assert_same(ops.range_energy(x, x.numel() // samples, group, positive), truth, about)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_samples(dtype: torch.dtype, positive: bool) -> None:
+    for row in SIZES:
+        for group in (5, 256):
+            check_samples(sample(9 * row, dtype), 9, group, positive)
+    for group in (1, 7, 1000):
+        check_samples(special(dtype), 20, group, positive)
+        check_samples(special(dtype), 1, group, positive)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_samples_in_threads(threads: int, dtype: torch.dtype) -> None:
+    for samples, row, group in ((3, 33_333, 256), (1, 99_991, 1000), (997, 101, 64), (2, 50_000, 1 << 20)):
+        check_samples(sample(samples * row, dtype), samples, group, False)
+
+
+def test_wrong_bits_of_samples_raise() -> None:
+    x = sample(1000, torch.float32)
+    for bits in ([2, 9], [0, 2], [2, 2, 2], []):
+        with pytest.raises(RuntimeError, match="bits must be"):
+            ops.quantize_samples(x, torch.tensor(bits, dtype=torch.uint8), 256, 0, False)
+    good = torch.tensor([2, 3], dtype=torch.uint8)
+    codes, side = ops.quantize_samples(x, good, 256, 0, False)
+    with pytest.raises(RuntimeError, match="bits must be"):
+        ops.dequantize_samples(codes, side, good.long(), 1000, 256, torch.float32, None)
+    with pytest.raises(RuntimeError):
+        ops.dequantize_samples(codes[:-3], side, good, 1000, 256, torch.float32, None)
+
+
+FP8 = [getattr(torch, n) for n in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, n)]
+
+
+def check_casts(x: Tensor, row: int, group: int, target: torch.dtype, scale: Tensor | None = None) -> None:
+    about = (x.dtype, x.numel(), row, group, target, scale)
+    values, scales = reference.cast_groups(x, row, group, target, scale)
+    ours = ops.cast_groups(x, row, group, target, scale)
+    assert_same(ours[1], scales, about)
+    assert_same(ours[0].float(), values.float(), about)
+    for dtype in {x.dtype, torch.float32}:
+        shape = (values, scales, row, group, dtype)
+        assert_same(ops.uncast_groups(*shape), reference.uncast_groups(*shape), about)
+
+
+@pytest.mark.parametrize("target", FP8)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_casts(dtype: torch.dtype, target: torch.dtype) -> None:
+    for row in SIZES:
+        for group in (5, 128):
+            check_casts(sample(3 * row, dtype), row, group, target)
+    for group in (1, 7, 1000):
+        check_casts(special(dtype), 97, group, target)
+    for scale in (1.0, 0.37, 1e-4, 1e4, INF, NAN):
+        check_casts(sample(4097, dtype), 4097, 1000, target, torch.tensor([scale]))
+    check_casts(special(dtype), 97 * 20, 100, target, torch.tensor([2.5]))
+
+
+@pytest.mark.parametrize("target", FP8)
+def test_casts_round_as_torch_does(target: torch.dtype) -> None:
+    """Every value of the type, the middle to the next, and their neighbours in float32; and back.
+
+    Beyond the type's largest (and 2**-7 of it) it is NaN, where torch's cast changes with its version.
+    """
+    codes = torch.arange(256, dtype=torch.uint8).view(target)
+    assert_same(ops.uncast_groups(codes, torch.ones(1), 256, 256, torch.float32), codes.float(), target)
+    exact = codes.float()[codes.float().isfinite()].sort().values
+    x = torch.cat([exact, (exact[1:] + exact[:-1]) / 2, exact * 1.5, exact * 1e-3, exact * (1 + 2.0**-7)])
+    x = torch.cat([x, x.nextafter(torch.tensor(INF)), x.nextafter(torch.tensor(-INF)), torch.tensor([INF, -INF, NAN])])
+    ours = ops.cast_groups(x, x.numel(), 64, target, torch.ones(1))[0]
+    within = x.abs() <= torch.finfo(target).max * (1 + 2.0**-7)
+    assert_same(ours.float()[within], x[within].to(target).float(), target)
+    assert bool(ours.float()[~within].isnan().all())
+
+
+@pytest.mark.parametrize("target", FP8)
+def test_casts_in_threads(threads: int, target: torch.dtype) -> None:
+    for dtype in FLOATS:
+        check_casts(sample(3 * 33_333, dtype), 33_333, 128, target)
+        check_casts(sample(99_991, dtype), 99_991, 4096, target, torch.tensor([0.1]))
+
+
+def test_wrong_scales_raise() -> None:
+    x, target = sample(1000, torch.float32), torch.float8_e4m3fn
+    values, scales = ops.cast_groups(x, 1000, 128, target)
+    with pytest.raises(RuntimeError):
+        ops.cast_groups(x, 999, 128, target)
+    with pytest.raises(RuntimeError):
+        ops.cast_groups(x, 1000, 128, target, torch.ones(2))
+    with pytest.raises(RuntimeError):
+        ops.uncast_groups(values, scales[:-1], 1000, 128, torch.float32)
+    with pytest.raises(RuntimeError):
+        ops.uncast_groups(values, scales.float(), 1000, 128, torch.float32)
 
 
 @pytest.mark.parametrize("positive", [False, True])
@@ -143,13 +304,15 @@ GEOMETRIES = [
 ]
 
 
-def check_blocks(x: Tensor, geometry: tuple[int, ...], block: int, row: int, group: int, bits: int) -> None:
+def check_blocks(
+    x: Tensor, geometry: tuple[int, ...], block: int, row: int, group: int, bits: int, levels: Tensor | None = None
+) -> None:
     for positive in (False, True):
-        about = (x.dtype, geometry, block, row, group, bits, positive)
-        truth = reference.quantize_blocks(x, geometry, block, row, group, bits, 77, positive)
-        assert_same(ops.quantize_blocks(x, geometry, block, row, group, bits, 77, positive), truth, about)
+        about = (x.dtype, geometry, block, row, group, bits, positive, levels)
+        truth = reference.quantize_blocks(x, geometry, block, row, group, bits, 77, positive, levels)
+        assert_same(ops.quantize_blocks(x, geometry, block, row, group, bits, 77, positive, levels), truth, about)
         support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
-        shape = (*truth, geometry, block, row, group, bits, x.dtype, support)
+        shape = (*truth, geometry, block, row, group, bits, x.dtype, support, levels)
         assert_same(ops.dequantize_blocks(*shape), reference.dequantize_blocks(*shape), about)
 
 
@@ -253,6 +416,10 @@ def test_every_operator_is_compiled() -> None:
     parts = ops.quantize_blocks(x, (1, 1, 4, 4, 1), 2, 16, 8, 2, 0, False)
     ops.dequantize_blocks(*parts, (1, 1, 4, 4, 1), 2, 16, 8, 2, torch.float32, None)
     ops.spread_blocks(ops.block_means(x, (1, 1, 4, 4, 1), 2, x.dtype), (1, 1, 4, 4, 1), 2, x.dtype)
+    bits = torch.tensor([2, 3], dtype=torch.uint8)
+    ops.dequantize_samples(*ops.quantize_samples(x, bits, 8, 0, False), bits, 16, 8, torch.float32, None)
+    ops.range_energy(x, 16, 8, False)
+    ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)
     ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), 16, torch.float32, 1.0, 0.0)
     ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)
     assert kernels.status() == dict.fromkeys(ops.SCHEMAS, "numba")
@@ -285,6 +452,11 @@ def test_wrong_sizes_raise_instead_of_reading_beyond() -> None:
         ops.dequantize_groups(codes[:-4], side, 1000, 1000, 256, 2, torch.float32, None)
     with pytest.raises(RuntimeError):
         ops.dequantize_groups(codes, side[:-2], 1000, 1000, 256, 2, torch.float32, None)
+    for levels in (torch.arange(3.0), torch.arange(4)):
+        with pytest.raises(RuntimeError, match="levels must be 4 float32 values"):
+            ops.quantize_groups(x, 1000, 256, 2, 0, False, levels)
+        with pytest.raises(RuntimeError, match="levels must be 4 float32 values"):
+            ops.dequantize_groups(codes, side, 1000, 1000, 256, 2, torch.float32, None, levels)
 
 
 def test_float64_is_served_by_the_reference() -> None:

@@ -325,7 +325,7 @@ def test_lowrank_names_a_bad_rank(rank: object) -> None:
         resolve("lowrank", {"rank": rank})
 
 
-@pytest.mark.parametrize("options", [{"bits": 3}, {"kind": "svd"}, {"other_bits": 0}, {"group": 0}])
+@pytest.mark.parametrize("options", [{"bits": 9}, {"kind": "svd"}, {"other_bits": 0}, {"group": 0}])
 def test_lowrank_checks_its_options(options: dict) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError, match="must be"):
         resolve("lowrank", options)

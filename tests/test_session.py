@@ -787,7 +787,11 @@ def test_weight_gradients_are_unbiased():
     ("call", "error", "words"),
     [
         (lambda: lowtide.compress(net(), "divison"), ValueError, "unknown method 'divison'; choose one of"),
-        (lambda: lowtide.compress(net(), "actnn", bits=3), ValueError, "bits must be one of 1, 2, 4, 8; got 3"),
+        (
+            lambda: lowtide.compress(net(), "actnn", bits=9),
+            ValueError,
+            "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 9",
+        ),
         (lambda: lowtide.compress(net(), "division", block=0), ValueError, "block must be a whole number"),
         (lambda: lowtide.compress(net(), "actnn", block=8), TypeError, "has no option 'block'; its options"),
         (lambda: lowtide.compress(nn.ReLU(), "actnn"), ValueError, "no parameters"),

@@ -18,8 +18,10 @@ from .kernels.reference import group_bytes, groups_in_row, low_shape, row_bytes
 
 __all__ = [
     "block_means",
+    "cast_groups",
     "dequantize_blocks",
     "dequantize_groups",
+    "dequantize_samples",
     "group_bytes",
     "groups_in_row",
     "low_shape",
@@ -27,20 +29,30 @@ __all__ = [
     "pack_uints",
     "quantize_blocks",
     "quantize_groups",
+    "quantize_samples",
+    "range_energy",
     "row_bytes",
     "spread_blocks",
+    "uncast_groups",
     "unpack_band",
     "unpack_uints",
 ]
 
 SCHEMAS = {
-    "quantize_groups": "(Tensor x, int row, int group, int bits, int key, bool positive) -> (Tensor, Tensor)",
+    "quantize_groups": "(Tensor x, int row, int group, int bits, int key, bool positive,"
+    " Tensor? levels=None) -> (Tensor, Tensor)",
     "dequantize_groups": "(Tensor codes, Tensor side, int numel, int row, int group, int bits,"
-    " ScalarType dtype, Tensor? support) -> Tensor",
+    " ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
     "quantize_blocks": "(Tensor x, int[] geometry, int block, int row, int group, int bits, int key,"
-    " bool positive) -> (Tensor, Tensor, Tensor)",
+    " bool positive, Tensor? levels=None) -> (Tensor, Tensor, Tensor)",
     "dequantize_blocks": "(Tensor low, Tensor codes, Tensor side, int[] geometry, int block, int row,"
-    " int group, int bits, ScalarType dtype, Tensor? support) -> Tensor",
+    " int group, int bits, ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
+    "quantize_samples": "(Tensor x, Tensor bits, int group, int key, bool positive) -> (Tensor, Tensor)",
+    "dequantize_samples": "(Tensor codes, Tensor side, Tensor bits, int numel, int group, ScalarType dtype,"
+    " Tensor? support) -> Tensor",
+    "range_energy": "(Tensor x, int row, int group, bool positive) -> Tensor",
+    "cast_groups": "(Tensor x, int row, int group, ScalarType dtype, Tensor? scale=None) -> (Tensor, Tensor)",
+    "uncast_groups": "(Tensor values, Tensor scale, int row, int group, ScalarType dtype) -> Tensor",
     "block_means": "(Tensor x, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "spread_blocks": "(Tensor low, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
@@ -68,7 +80,7 @@ def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int]:
 
 @_fake
 def _fake_quantize_groups(
-    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool
+    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     codes, side = _sizes(x.numel(), row, group, bits)
     return x.new_empty(codes, dtype=torch.uint8), x.new_empty(side, dtype=torch.int16)
@@ -84,8 +96,43 @@ def _fake_dequantize_groups(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     return codes.new_empty(numel, dtype=dtype)
+
+
+@_fake
+def _fake_quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()  # the bits are data
+    row = x.numel() // max(1, bits.numel())
+    words = bits.numel() * groups_in_row(row, group) * 2
+    return x.new_empty(size, dtype=torch.uint8), x.new_empty(words, dtype=torch.int16)
+
+
+@_fake
+def _fake_dequantize_samples(
+    codes: Tensor, side: Tensor, bits: Tensor, numel: int, group: int, dtype: torch.dtype, support: Tensor | None
+) -> Tensor:
+    return codes.new_empty(numel, dtype=dtype)
+
+
+@_fake
+def _fake_range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
+    return x.new_empty(x.numel() // row if row else 0, dtype=torch.float32)
+
+
+@_fake
+def _fake_cast_groups(
+    x: Tensor, row: int, group: int, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    groups = x.numel() // row * groups_in_row(row, group) if row else 0
+    scales = x.new_empty(groups, dtype=torch.bfloat16) if scale is None else scale.new_empty(1)
+    return x.new_empty(x.numel(), dtype=dtype), scales
+
+
+@_fake
+def _fake_uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: torch.dtype) -> Tensor:
+    return values.new_empty(values.numel(), dtype=dtype)
 
 
 def _low_numel(geometry: Sequence[int], block: int) -> int:
@@ -104,7 +151,15 @@ def _numel(geometry: Sequence[int]) -> int:
 
 @_fake
 def _fake_quantize_blocks(
-    x: Tensor, geometry: Sequence[int], block: int, row: int, group: int, bits: int, key: int, positive: bool
+    x: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     low = x.new_empty(_low_numel(geometry, block), dtype=torch.bfloat16)
     codes, side = _sizes(x.numel(), row, group, bits)
@@ -123,6 +178,7 @@ def _fake_dequantize_blocks(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     return low.new_empty(_numel(geometry), dtype=dtype)
 
@@ -158,12 +214,17 @@ def _fake_unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype
 
 
 _namespace = torch.ops.lowtide
-quantize_groups: Callable[[Tensor, int, int, int, int, bool], tuple[Tensor, Tensor]] = (
-    _namespace.quantize_groups.default
-)
+quantize_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_groups.default
 dequantize_groups: Callable[..., Tensor] = _namespace.dequantize_groups.default
 quantize_blocks: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.quantize_blocks.default
 dequantize_blocks: Callable[..., Tensor] = _namespace.dequantize_blocks.default
+quantize_samples: Callable[[Tensor, Tensor, int, int, bool], tuple[Tensor, Tensor]] = (
+    _namespace.quantize_samples.default
+)
+dequantize_samples: Callable[..., Tensor] = _namespace.dequantize_samples.default
+range_energy: Callable[[Tensor, int, int, bool], Tensor] = _namespace.range_energy.default
+cast_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.cast_groups.default
+uncast_groups: Callable[[Tensor, Tensor, int, int, torch.dtype], Tensor] = _namespace.uncast_groups.default
 block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.block_means.default
 spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.spread_blocks.default
 pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default

@@ -2,7 +2,7 @@
 
 from .base import Codec, NotRepresentable, Packed, TensorMeta, from_config, registered
 from .lossless import Indices, Mask, PoolOffsets, Raw, ShapeOnly, TwoValue
-from .lossy import FLOATS, BlockMean, Cast, Derived, GroupQuant
+from .lossy import FLOATS, BlockMean, Cast, Derived, GroupQuant, SampleQuant
 from .projection import Projection
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "PoolOffsets",
     "Projection",
     "Raw",
+    "SampleQuant",
     "ShapeOnly",
     "TensorMeta",
     "TwoValue",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional
 from .. import ops
 from .base import Codec, Layout, NotRepresentable, Packed, TensorMeta, flatten, layout_of, require, require_positive
 
-BITS = (1, 2, 4, 8)
+BITS = tuple(range(1, 9))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,6 +27,26 @@ def require_float(tensor: Tensor, codec: Codec) -> None:
     if tensor.dtype not in FLOATS:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
         raise TypeError(f"{codec.id} stores {allowed}; got {tensor.dtype}. Keep such a tensor with Raw()")
+
+
+def _require_levels(levels: tuple[float, ...] | None, bits: int) -> None:
+    if levels is None:
+        return
+    if not 1 <= bits <= 4:
+        raise ValueError(f"levels go with 1 to 4 bits; got bits={bits}")
+    numbers = isinstance(levels, tuple) and all(isinstance(v, (int, float)) for v in levels)
+    if not numbers or len(levels) != 2**bits or (levels[0], levels[-1]) != (0, 1):
+        raise ValueError(f"levels must be a tuple of {2**bits} numbers from 0.0 to 1.0 with {bits} bits; got {levels}")
+    # Closer together they might be one in float32, and their distance has to be divided by.
+    if not all(b - a >= 2.0**-16 for a, b in pairwise(levels)):
+        raise ValueError(f"levels must rise by at least 2**-16 each; got {levels}")
+
+
+def _steps(levels: tuple[float, ...] | None, bits: int, device: torch.device) -> Tensor | None:
+    """Levels in units of a group's step."""
+    if levels is None:
+        return None
+    return torch.tensor([level * (2**bits - 1) for level in levels], dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -39,34 +60,42 @@ class GroupQuant(Codec):
 
     ``layout`` says what a group may not straddle: ``"row"`` the innermost dimension (tokens,
     normalized rows), ``"sample"`` the outermost (maps of one image), ``"flat"`` nothing.
+
+    ``levels`` are the values that codes stand for, as fractions of the range, where even ones do not fit
+    the values (TinyScript, Fu et al. 2020): 2**bits numbers from 0.0 to 1.0. A value between two of them has a
+    variance below a quarter of their distance's square.
     """
 
     id: ClassVar[str] = "group_quant"
     bits: int = 2
     group: int = 256
     layout: str = "row"
+    levels: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         require(self.bits, BITS, "bits")
         require_positive(self.group, "group")
         require(self.layout, ("row", "sample", "flat"), "layout")
+        _require_levels(self.levels, self.bits)
 
     def __str__(self) -> str:
-        return f"{self.id}({self.bits} bits)"
+        return f"{self.id}({self.bits} bits{', levels' if self.levels else ''})"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """With ``support`` the range of a group covers its positive values only."""
         require_float(tensor, self)
         flat, meta, layout = flatten(tensor)
         row = row_of(self.layout, layout, meta.numel)
-        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, support is not None)
+        levels = _steps(self.levels, self.bits, tensor.device)
+        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, support is not None, levels)
         return Packed(self, meta, (codes, side))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """With ``support`` the zeros of a rectified tensor come back exactly."""
         meta, (codes, side) = packed.meta, packed.buffers
         row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
-        flat = ops.dequantize_groups(codes, side, meta.numel, row, self.group, self.bits, meta.dtype, support)
+        levels = _steps(self.levels, self.bits, codes.device)
+        flat = ops.dequantize_groups(codes, side, meta.numel, row, self.group, self.bits, meta.dtype, support, levels)
         return flat.as_strided(meta.shape, meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
@@ -89,6 +118,62 @@ def _quantized_nbytes(numel: int, row: int, group: int, bits: int) -> int:
 
 
 @dataclass(frozen=True)
+class SampleQuant(Codec):
+    """Groups that stay within a sample, with bits of its own for each sample (ActNN's level 3).
+
+    ``bits[n]`` are those of sample ``n`` of dimension 0, which has to be the outermost in memory. A sample has
+    the bytes that ``GroupQuant(bits[n], group, "sample")`` gives it with the same key, and one byte for its bits.
+    """
+
+    id: ClassVar[str] = "sample_quant"
+    bits: tuple[int, ...]
+    group: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, tuple):
+            raise ValueError(f"bits must be a tuple with a number for each sample; got {self.bits!r}")
+        for bits in self.bits:
+            require(bits, BITS, "bits")
+        require_positive(self.group, "group")
+
+    def __str__(self) -> str:
+        return f"{self.id}({sum(self.bits) / max(1, len(self.bits)):.3g} bits on average)"
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """With ``support`` the range of a group covers its positive values only."""
+        require_float(tensor, self)
+        flat, meta, _ = flatten(tensor)
+        self._require_samples(meta)
+        bits = torch.tensor(self.bits, dtype=torch.uint8, device=tensor.device)
+        codes, side = ops.quantize_samples(flat, bits, self.group, key, support is not None)
+        return Packed(self, meta, (codes, side, bits))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """With ``support`` the zeros of a rectified tensor come back exactly."""
+        meta, (codes, side, bits) = packed.meta, packed.buffers
+        flat = ops.dequantize_samples(codes, side, bits, meta.numel, self.group, meta.dtype, support)
+        return flat.as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Codes, four bytes for each group, and one for each sample."""
+        self._require_samples(meta)
+        row = meta.numel // max(1, len(self.bits))
+        return len(self.bits) + sum(_quantized_nbytes(row, row, self.group, bits) for bits in self.bits)
+
+    def _require_samples(self, meta: TensorMeta) -> None:
+        if not meta.shape or meta.shape[0] != len(self.bits):
+            raise ValueError(
+                f"{self.id} has bits for {len(self.bits)} samples; got a tensor of shape {tuple(meta.shape)}, whose "
+                "dimension 0 has to be as large"
+            )
+        if meta.numel and layout_of(meta.shape, meta.stride).order[0] != 0:
+            raise ValueError(
+                f"{self.id} needs the samples (dimension 0) outermost in memory; got shape {tuple(meta.shape)} with "
+                f"strides {tuple(meta.stride)}. Make the tensor contiguous, or take GroupQuant"
+            )
+
+
+@dataclass(frozen=True)
 class BlockMean(Codec):
     """Means of blocks in bfloat16, and the difference to them in ``bits`` bits.
 
@@ -96,7 +181,7 @@ class BlockMean(Codec):
     the number of trailing spatial dimensions, 1 to 3; blocks at the edge average what they hold.
     The difference is taken to the *rounded* means, so their rounding costs no bias. With
     ``bits=0`` nothing but the means (in the tensor's own dtype) is kept: pooled backprop, which is
-    biased by the lost high frequencies.
+    biased by the lost high frequencies. ``levels`` as in :class:`GroupQuant`.
 
     ``faithful=True`` reproduces the published scheme: floor-mode pooling, whose windows do not
     line up with the nearest-neighbour upsampling unless the block divides the map, one range for
@@ -109,17 +194,21 @@ class BlockMean(Codec):
     bits: int = 2
     group: int = 256
     faithful: bool = False
+    levels: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         require_positive(self.block, "block")
         require(self.dims, (1, 2, 3), "dims")
         require(self.bits, (0, *BITS), "bits")
         require_positive(self.group, "group")
+        _require_levels(self.levels, self.bits)
         if self.faithful and self.bits == 0:
             raise ValueError("faithful=True needs bits of at least 1; got bits=0")
 
     def __str__(self) -> str:
-        return f"{self.id}({self.bits} bits)" if self.bits else f"{self.id}(means only)"
+        if self.bits == 0:
+            return f"{self.id}(means only)"
+        return f"{self.id}({self.bits} bits{', levels' if self.levels else ''})"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """With ``support`` the range of a group covers the differences of positive values only."""
@@ -140,7 +229,8 @@ class BlockMean(Codec):
             means.masked_fill_(means.isinf(), torch.nan)  # a sum beyond float32, or Inf in the block
             return Packed(self, meta, (means,))
         positive = support is not None
-        buffers = ops.quantize_blocks(flat, geometry, self.block, row, self.group, self.bits, key, positive)
+        levels = _steps(self.levels, self.bits, tensor.device)
+        buffers = ops.quantize_blocks(flat, geometry, self.block, row, self.group, self.bits, key, positive, levels)
         return Packed(self, meta, buffers)
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
@@ -156,8 +246,9 @@ class BlockMean(Codec):
         else:
             low, codes, side = packed.buffers
             flat = ops.dequantize_blocks(
-                low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype, support
-            )
+                low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype, support,
+                _steps(self.levels, self.bits, codes.device),
+            )  # fmt: skip
         return _with_stride(flat.as_strided(meta.shape, stride), meta.stride)
 
     def small(self, packed: Packed) -> Tensor | None:
@@ -199,13 +290,15 @@ class BlockMean(Codec):
         pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[self.dims - 1]
         low = pool(maps, kernel, kernel).to(torch.bfloat16)
         residual = (maps - self._spread_faithful(low, meta.shape)).view(-1)
-        codes, side = ops.quantize_groups(residual, area, area, self.bits, key, False)
+        levels = _steps(self.levels, self.bits, tensor.device)
+        codes, side = ops.quantize_groups(residual, area, area, self.bits, key, False, levels)
         return Packed(self, meta, (low, codes, side))
 
     def _decode_faithful(self, packed: Packed) -> Tensor:
         meta, (low, codes, side) = packed.meta, packed.buffers
         area = self._faithful_sizes(meta.shape)[2]
-        residual = ops.dequantize_groups(codes, side, meta.numel, area, area, self.bits, torch.float32, None)
+        levels = _steps(self.levels, self.bits, codes.device)
+        residual = ops.dequantize_groups(codes, side, meta.numel, area, area, self.bits, torch.float32, None, levels)
         maps = self._spread_faithful(low, meta.shape)
         maps.add_(residual.view_as(maps))
         if meta.dtype == torch.float16:
@@ -272,52 +365,83 @@ _CASTS = {
 }
 
 
+_SHARE = 4096  # values that a thread casts at once where all have one scale
+
+
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Round to nearest in a smaller float type; one scale for the tensor where the range needs it.
+    """Round to nearest in a smaller float type, scaled where the range needs it.
 
     The 8-bit types are scaled so that the largest value fits exactly, float16 only if it would
     overflow. Round-to-nearest is biased by at most half a unit in the last place; as with any cast, a value
     within half a unit of its type's largest may round to Inf.
+
+    ``group=0`` takes one scale for the tensor; otherwise each run of ``group`` values within the innermost
+    dimension has its own, a bfloat16 rounded up (8-bit types only): the granularity of COAT (Xi et al. 2025). A
+    group with NaN or Inf decodes to NaN.
     """
 
     id: ClassVar[str] = "cast"
     dtype: str = "bfloat16"
+    group: int = 0
 
     def __post_init__(self) -> None:
         require(self.dtype, tuple(_CASTS), "dtype")
+        if self.group != 0 or isinstance(self.group, bool):
+            require_positive(self.group, "group")
+        if self.group and not self._narrow:
+            raise ValueError(f"group={self.group} goes with an 8-bit type; got dtype={self.dtype!r}")
 
     def __str__(self) -> str:
-        return f"{self.id}({self.dtype})"
+        return f"{self.id}({self.dtype}{f', groups of {self.group}' if self.group else ''})"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Scale, then round."""
         require_float(tensor, self)
-        flat, meta, _ = flatten(tensor)
+        flat, meta, layout = flatten(tensor)
         target = _CASTS[self.dtype]
-        if not self._scaled:
+        if self.dtype == "bfloat16":
             return Packed(self, meta, (flat.to(target, copy=True),))
-        largest = flat.abs().max().to(torch.float32) if flat.numel() else flat.new_zeros((), dtype=torch.float32)
-        scale = largest / torch.finfo(target).max
+        if self.group:
+            row = row_of("row", layout, meta.numel)
+            return Packed(self, meta, ops.cast_groups(flat, row, self.group, target))
+        scale = _largest(flat) / torch.finfo(target).max
         if self.dtype == "float16":
             scale = scale.clamp_min(1.0)
         # A scale that is not finite poisons the tensor: it stands for a value that is not.
-        scale = torch.where(scale == 0, 1.0, scale.clamp_min(2.0**-126))
-        return Packed(self, meta, ((flat.to(torch.float32) / scale).to(target), scale.reshape(1)))
+        scale = torch.where(scale == 0, 1.0, scale.clamp_min(2.0**-126)).reshape(1)
+        if self._narrow:
+            return Packed(self, meta, ops.cast_groups(flat, meta.numel, _SHARE, target, scale))
+        return Packed(self, meta, ((flat.to(torch.float32) / scale).to(target), scale))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """Widen, then undo the scale."""
         meta = packed.meta
         flat = packed.buffers[0]
-        if self._scaled:
+        if self._narrow:
+            row = row_of("row" if self.group else "flat", layout_of(meta.shape, meta.stride), meta.numel)
+            flat = ops.uncast_groups(flat, packed.buffers[1], row, self.group or _SHARE, meta.dtype)
+            return flat.as_strided(meta.shape, meta.stride)
+        if self.dtype == "float16":
             flat = flat.to(torch.float32).mul_(packed.buffers[1])
         return flat.to(meta.dtype, copy=True).as_strided(meta.shape, meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
-        """The smaller type, and four bytes if there is a scale."""
+        """The smaller type, and two bytes for each group or four for the tensor if there is a scale."""
         width: int = _CASTS[self.dtype].itemsize
-        return meta.numel * width + (4 if self._scaled else 0)
+        if self.group:
+            row = row_of("row", layout_of(meta.shape, meta.stride), meta.numel)
+            return meta.numel * width + (2 * (meta.numel // row) * ops.groups_in_row(row, self.group) if row else 0)
+        return meta.numel * width + (0 if self.dtype == "bfloat16" else 4)
 
     @property
-    def _scaled(self) -> bool:
-        return self.dtype != "bfloat16"
+    def _narrow(self) -> bool:
+        return self.dtype.startswith("float8")
+
+
+def _largest(flat: Tensor) -> Tensor:
+    """The largest magnitude, in float32; NaN if there is one."""
+    if flat.numel() == 0:
+        return flat.new_zeros((), dtype=torch.float32)
+    low, high = torch.aminmax(flat)
+    return torch.maximum(-low, high).to(torch.float32)

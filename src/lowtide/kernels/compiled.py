@@ -29,12 +29,14 @@ ir: Any = import_module("llvmlite.ir")
 F = TypeVar("F", bound=Callable[..., Any])
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+E4M3, E5M2 = 0, 1
 
 U8, U16, U32, I32, U64, F32 = np.uint8, np.uint16, np.uint32, np.int32, np.uint64, np.float32
 _GOLDEN, _DITHER = np.uint32(0x9E3779B9), np.uint32(0x5BD1E995)
 _MIX1, _MIX2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _S16, _S15 = np.uint32(16), np.uint32(15)
-_ZERO, _ULP = np.float32(0.0), np.float32(2.0**-24)
+_ZERO, _ONE, _ULP = np.float32(0.0), np.float32(1.0), np.float32(2.0**-24)
+_NAN = np.float32(np.nan)
 _SMALLEST_STEP = np.float32(2.0**-126)
 _SPREAD_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1: their bits, in the top byte
 
@@ -208,10 +210,41 @@ def _positive_range(values: int, source: int, n: int) -> tuple[Any, Any]:
 
 
 @_inline
+def _size(n: int, bits: int) -> int:
+    """Bytes of the codes of a group: a plane for each power of two in ``bits``."""
+    return (
+        (n if bits & 8 else 0) + ((n * (bits & 4) + 7) >> 3) + ((n * (bits & 2) + 7) >> 3) + ((n * (bits & 1) + 7) >> 3)
+    )
+
+
+@_inline
 def _code(x: Any, low: Any, inverse: Any, top: Any, random: Any) -> Any:
     scaled = _fused(F32(I32(random)), _ULP, (x - low) * inverse)  # exact product: the rounding of a plain sum
     scaled = scaled if scaled > _ZERO else _ZERO  # NaN (of a value outside the range) becomes 0
     return U32(I32(scaled if scaled < top else top))
+
+
+@_inline
+def _part(s: Any, level: Any, inverse: Any) -> Any:
+    """How much of the interval above ``level`` lies below ``s``, from 0 to 1."""
+    part = (s - level) * inverse
+    part = part if part > _ZERO else _ZERO
+    return part if part < _ONE else _ONE
+
+
+@_inline
+def _floor(f: Any, top: Any, random: Any) -> Any:
+    """The code of a value that lies ``f`` intervals up."""
+    f = _fused(F32(I32(random)), _ULP, f)
+    return U32(I32(f if f < top else top))
+
+
+@_inline
+def _third(x: Any, low: Any, inverse: Any, levels: Any, random: Any) -> Any:
+    """The code of a value with four levels: its lower ends and inverse widths of three intervals."""
+    s = (x - low) * inverse
+    a, b, c, d, e, f = levels
+    return _floor(_part(s, a, d) + _part(s, b, e) + _part(s, c, f), F32(3.0), random)
 
 
 @_inline
@@ -246,22 +279,82 @@ def _fit(values: int, source: int, n: int, bits: int, positive: int, codes: int,
         return
     else:
         words[0], words[1], exact = U16(0x7FC0), U16(0), U32(0)
-    for j in range((n * bits + 7) >> 3):
+    for j in range(_size(n, bits)):
         p[j] = U8(0)
     p[0] = U8(exact & 1)
 
 
+@_inline
+def _pack_plane(codes: int, n: int, width: int, low: int, out: int) -> int:
+    """``width`` bits of each code from bit ``low`` on; the address behind them."""
+    c, p = _pointer(codes, types.uint8), _pointer(out, types.uint8)
+    size, mask = (n * width + 7) >> 3, U32((1 << width) - 1)
+    for j in range(size):
+        p[j] = U8((U32(c[j]) >> U32(low)) & mask)
+    for k in range(1, 8 // width):
+        for j in range(min(size, n - k * size)):
+            p[j] |= U8(((U32(c[k * size + j]) >> U32(low)) & mask) << U32(k * width))
+    return out + size
+
+
 @_plain
-def _fill(values: int, n: int, bits: int, h: Any, codes: int, side: int, scratch: int) -> None:
+def _pack(codes: int, n: int, bits: int, out: int) -> None:
+    """Codes of fewer than 8 bits, a byte each, into planes: the widest first, with the lowest bits."""
+    if bits & 4:
+        out = _pack_plane(codes, n, 4, 0, out)
+    if bits & 2:
+        out = _pack_plane(codes, n, 2, bits & 4, out)
+    if bits & 1:
+        _pack_plane(codes, n, 1, bits & 6, out)
+
+
+@_plain
+def _fill_levels(
+    values: int, n: int, bits: int, table: int, low: Any, inverse: Any, h: Any, codes: int, scratch: int
+) -> None:
+    """The codes of a group with levels of their own; the table has all levels, then all inverse widths."""
+    v, p, c = _pointer(values, types.float32), _pointer(codes, types.uint8), _pointer(scratch, types.uint8)
+    t, top = _pointer(table, types.float32), (1 << bits) - 1
+    dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
+    lane = (n + 3) >> 2
+    if bits == 2 and n & 3 == 0:
+        levels = (t[0], t[1], t[2], t[4], t[5], t[6])
+        for j in range(lane):
+            w = _mix(h)
+            a = _third(v[j], low, inverse, levels, ((w & 0xFF) << 16) | dither)
+            b = _third(v[j + lane], low, inverse, levels, ((w & 0xFF00) << 8) | dither)
+            d = _third(v[j + 2 * lane], low, inverse, levels, (w & 0xFF0000) | dither)
+            e = _third(v[j + 3 * lane], low, inverse, levels, ((w >> 8) & 0xFF0000) | dither)
+            p[j] = U8(a | (b << 2) | (d << 4) | (e << 6))
+            h = U32(h + _GOLDEN)
+        return
+    for j in range(lane):
+        w = _mix(h)
+        for e in range(j, n, lane):
+            s, f = (v[e] - low) * inverse, _ZERO
+            for i in range(top):
+                f += _part(s, t[i], t[top + 1 + i])
+            c[e] = U8(_floor(f, F32(top), ((w & 0xFF) << 16) | dither))
+            w = U32(w >> 8)
+        h = U32(h + _GOLDEN)
+    _pack(scratch, n, bits, codes)
+
+
+@_plain
+def _fill(values: int, n: int, bits: int, levels: int, h: Any, codes: int, side: int, scratch: int) -> None:
     """The codes of a group whose side words are known."""
     v, words = _pointer(values, types.float32), _pointer(side, types.uint16)
     if words[1] == 0 or words[1] & 0x8000:
         return
-    p, c = _pointer(codes, types.uint8), _pointer(codes if bits == 8 else scratch, types.uint8)
+    loose = codes if bits == 8 else scratch
+    p, c = _pointer(codes, types.uint8), _pointer(loose, types.uint8)
     low, top = _float(U32(words[0]) << 16), F32((1 << bits) - 1)
-    inverse = F32(1.0) / _float(U32(words[1]) << 16)
+    inverse = _ONE / _float(U32(words[1]) << 16)
+    if levels:
+        _fill_levels(values, n, bits, levels, low, inverse, h, codes, scratch)
+        return
     dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
-    lane, size = (n + 3) >> 2, (n * bits + 7) >> 3
+    lane = (n + 3) >> 2
     if bits == 2 and n & 3 == 0:
         for j in range(lane):
             q = _four(v, j, lane, low, inverse, top, h, dither)
@@ -287,11 +380,79 @@ def _fill(values: int, n: int, bits: int, h: Any, codes: int, side: int, scratch
             w = U32(w >> 8)
         h = U32(h + _GOLDEN)
     if bits < 8:
-        for j in range(size):
-            p[j] = c[j]
-        for k in range(1, 8 // bits):
-            for j in range(min(size, n - k * size)):
-                p[j] |= U8(c[k * size + j] << (k * bits))
+        _pack(loose, n, bits, codes)
+
+
+# ---------------------------------------------------------------- 8-bit floats
+
+
+@_inline
+def _narrow8(x: Any, kind: int) -> Any:
+    """The 8 bits of the nearest value, ties to even; NaN for what is not within 2**-7 of the type's range."""
+    b = _bits(x, U32)
+    rest = U32(b & 0x7FFFFFFF)
+    sign = U32((b >> 24) & 0x80)
+    if kind == E4M3:
+        normal = U32((rest - 0x3C000000 + 0x7FFFF + ((rest >> 20) & 1)) >> 20)
+        small = U32(_bits(_float(rest) + F32(2.0**14), U32) - 0x46800000)  # the sum rounds at 2**-9
+        near = small if rest < 0x3C800000 else normal
+        return U8((U32(0x7F) if rest > 0x43E1C000 else near) | sign)
+    normal = U32((rest - 0x38000000 + 0xFFFFF + ((rest >> 21) & 1)) >> 21)
+    small = U32(_bits(_float(rest) + F32(2.0**7), U32) - 0x43000000)  # the sum rounds at 2**-16
+    near = small if rest < 0x38800000 else normal
+    return U8((U32(0x7F) if rest > 0x4761C000 else near) | sign)
+
+
+@_inline
+def _widen8(b: Any, kind: int) -> Any:
+    sign, rest = U32((U32(b) & 0x80) << 24), U32(U32(b) & 0x7F)
+    if kind == E4M3:
+        small = _bits(F32(I32(rest)) * F32(2.0**-9), U32)
+        normal = U32(0x7FC00000) if rest == 0x7F else U32((rest << 20) + 0x3C000000)
+        return _float((small if rest < 8 else normal) | sign)
+    small = _bits(F32(I32(rest)) * F32(2.0**-16), U32)
+    normal = U32((rest << 21) + (0x70000000 if rest >= 0x7C else 0x38000000))
+    return _float((small if rest < 4 else normal) | sign)
+
+
+@_plain
+def _group_scale(values: int, n: int, kind: int) -> Any:
+    """The word of the bfloat16 that takes the largest value to the type's largest."""
+    v, most = _pointer(values, types.float32), I32(0)
+    for i in range(n):
+        most = max(most, I32(_bits(v[i], I32) & 0x7FFFFFFF))
+    if most >= 0x7F800000:
+        return U32(0x7FC0)
+    if most == 0:
+        return U32(0x3F80)
+    scale = _bits(most, F32) / (F32(448.0) if kind == E4M3 else F32(57344.0))
+    b = _bits(scale if scale > _SMALLEST_STEP else _SMALLEST_STEP, U32)
+    return U32((b >> 16) + (1 if b & 0xFFFF else 0))
+
+
+@_plain
+def _cast_run(values: int, n: int, scale: Any, out: int, kind: int) -> None:
+    v, o = _pointer(values, types.float32), _pointer(out, types.uint8)
+    if _bits(scale, U32) & 0x7FFFFFFF >= 0x7F800000:
+        for i in range(n):
+            o[i] = U8(0)
+    elif kind == E4M3:
+        for i in range(n):
+            o[i] = _narrow8(v[i] / scale, E4M3)
+    else:
+        for i in range(n):
+            o[i] = _narrow8(v[i] / scale, E5M2)
+
+
+@_plain
+def _uncast_run(codes: int, n: int, scale: Any, out: int, kind: int) -> None:
+    c, o = _pointer(codes, types.uint8), _pointer(out, types.float32)
+    if kind == E4M3:
+        for i in range(n):
+            o[i] = _widen8(c[i], E4M3) * scale
+    else:
+        for i in range(n):
+            o[i] = _widen8(c[i], E5M2) * scale
 
 
 @_inline
@@ -313,9 +474,10 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
 
     All ranges first: they are independent, so the latency of one hides behind the next.
     """
-    codes, side, row, group, bits, positive, key, key_high = p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9]
+    codes, side, row, group, positive, key, key_high = p[2], p[3], p[4], p[5], p[7], p[8], p[9]
+    bits, levels = p[6] & 15, p[6] & ~15  # the table of levels, if there is one, is aligned
     full, rest = row // group, row % group
-    size, last_size = (group * bits + 7) >> 3, (rest * bits + 7) >> 3
+    size, last_size = _size(group, bits), _size(rest, bits)
     per_row = full + (1 if rest else 0)
     codes += first // per_row * (full * size + last_size) + first % per_row * size
     at, byte, column = 0, 0, first % per_row
@@ -324,23 +486,73 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
         for i in range(0, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
         _fit(values + 4 * at, source + 4 * at, n, bits, positive, codes + byte, side + 4 * g)
-        at, byte, column = at + n, byte + ((n * bits + 7) >> 3), 0 if column + 1 == per_row else column + 1
+        at, byte, column = (
+            at + n,
+            byte + (last_size if column == full else size),
+            0 if column + 1 == per_row else column + 1,
+        )
     at, byte, column = 0, 0, first % per_row
     for g in range(first, last):
         n = rest if column == full else group
         h = _mix(U32(_mix(U32(g + key)) ^ U32(key_high)))
         for i in range(64, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
-        _fill(values + 4 * at, n, bits, h, codes + byte, side + 4 * g, scratch)
-        at, byte, column = at + n, byte + ((n * bits + 7) >> 3), 0 if column + 1 == per_row else column + 1
+        _fill(values + 4 * at, n, bits, levels, h, codes + byte, side + 4 * g, scratch)
+        at, byte, column = (
+            at + n,
+            byte + (last_size if column == full else size),
+            0 if column + 1 == per_row else column + 1,
+        )
+
+
+@_inline
+def _unpack_plane(codes: int, n: int, width: int, low: int, values: int) -> int:
+    """Adds ``width`` bits from bit ``low`` on to the codes that lie in the place of the values."""
+    c, v = _pointer(codes, types.uint8), _pointer(values, types.uint32)
+    size, mask = (n * width + 7) >> 3, U32((1 << width) - 1)
+    for k in range(8 // width):
+        for j in range(min(size, n - k * size)):
+            part = U32(((U32(c[j]) >> U32(k * width)) & mask) << U32(low))
+            v[k * size + j] = U32(v[k * size + j] | part) if low else part
+    return codes + size
+
+
+@_plain
+def _unpack(codes: int, n: int, bits: int, values: int) -> None:
+    """Codes of fewer than 8 bits as 32-bit integers."""
+    if bits & 4:
+        codes = _unpack_plane(codes, n, 4, 0, values)
+    if bits & 2:
+        codes = _unpack_plane(codes, n, 2, bits & 4, values)
+    if bits & 1:
+        _unpack_plane(codes, n, 1, bits & 6, values)
+
+
+@_plain
+def _decode_levels(codes: int, n: int, bits: int, table: int, low: Any, step: Any, values: int) -> None:
+    v, t = _pointer(values, types.float32), _pointer(table, types.float32)
+    if bits == 2:
+        c, size = _pointer(codes, types.uint8), (n + 3) >> 2
+        a, b, d, e = low + t[0] * step, low + t[1] * step, low + t[2] * step, low + t[3] * step
+        for k in range(4):
+            for j in range(min(size, n - k * size)):
+                code = U32(c[j]) >> U32(2 * k)
+                below, above = (b if code & 1 else a), (e if code & 1 else d)
+                v[k * size + j] = above if code & 2 else below
+        return
+    _unpack(codes, n, bits, values)
+    q = _pointer(values, types.int32)
+    for j in range(n):
+        v[j] = low + t[q[j]] * step
 
 
 @_plain
 def _decode(p: Any, values: int, first: int, last: int) -> None:
     """Groups one after another into float32 values."""
-    codes, side, row, group, bits = p[2], p[3], p[4], p[5], p[6]
+    codes, side, row, group, bits, levels = p[2], p[3], p[4], p[5], p[6] & 15, p[6] & ~15
     full, rest = row // group, row % group
-    size, last_size, mask = (group * bits + 7) >> 3, (rest * bits + 7) >> 3, (1 << bits) - 1
+    size, last_size, mask = _size(group, bits), _size(rest, bits), (1 << bits) - 1
+    planes = bits & (bits - 1) != 0
     per_row = full + (1 if rest else 0)
     codes += first // per_row * (full * size + last_size) + first % per_row * size
     column = first % per_row
@@ -356,9 +568,17 @@ def _decode(p: Any, values: int, first: int, last: int) -> None:
             base |= ((second & 0x7FFF) << 1) | (c[0] & 1)
             second = U32(0)
         low, step = _float(base), _float(U32(second << 16))
-        for k in range(8 // bits):
-            for j in range(min(bytes_, n - k * bytes_)):
-                v[k * bytes_ + j] = low + F32(I32((c[j] >> (k * bits)) & mask)) * step
+        if levels:
+            _decode_levels(codes, n, bits, levels, low, step, values)
+        elif planes:
+            _unpack(codes, n, bits, values)
+            q = _pointer(values, types.int32)
+            for j in range(n):
+                v[j] = low + F32(q[j]) * step
+        else:
+            for k in range(8 // bits):
+                for j in range(min(bytes_, n - k * bytes_)):
+                    v[k * bytes_ + j] = low + F32(I32((c[j] >> (k * bits)) & mask)) * step
         values, codes, column = values + 4 * n, codes + bytes_, 0 if column + 1 == per_row else column + 1
 
 
@@ -739,6 +959,124 @@ def _kernel_dequantize_groups(parameters: int, scratch: int, first: int, last: i
             _copy_run(values, values, n, support, start)
         if kind != FLOAT32:
             _narrow_run(scratch, out + 2 * start, n, kind)
+
+
+@_kernel
+def _kernel_cast_groups(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, kind, out, kind8, row, group, shared = p[0], p[1], p[2], p[3], p[4], p[5], p[7]
+    scales, one = _pointer(p[6], types.uint16), _pointer(p[6], types.float32)
+    for g in range(first, last):
+        start = _start(g, row, group)
+        n = _start(g + 1, row, group) - start
+        values = x + 4 * start
+        if kind != FLOAT32:
+            values = scratch
+            _widen_run(x + 2 * start, scratch, n, kind)
+        if shared:
+            scale = one[0]
+        else:
+            word = _group_scale(values, n, kind8)
+            scales[g] = U16(word)
+            scale = _float(U32(word << 16))
+        _cast_run(values, n, scale, out + start, kind8)
+
+
+@_kernel
+def _kernel_uncast_groups(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    codes, kind8, out, kind, row, group, shared = p[0], p[1], p[2], p[3], p[4], p[5], p[7]
+    scales, one = _pointer(p[6], types.uint16), _pointer(p[6], types.float32)
+    for g in range(first, last):
+        start = _start(g, row, group)
+        n = _start(g + 1, row, group) - start
+        scale = one[0] if shared else _float(U32(scales[g]) << 16)
+        _uncast_run(codes + start, n, scale, out + 4 * start if kind == FLOAT32 else scratch, kind8)
+        if kind != FLOAT32:
+            _narrow_run(scratch, out + 2 * start, n, kind)
+
+
+@_inline
+def _row_size(row: int, group: int, bits: int) -> int:
+    """Bytes of the codes of a row."""
+    return row // group * _size(group, bits) + _size(row % group, bits)
+
+
+@_inline
+def _enter_sample(p: Any, own: Any, bits: Any, n: int, codes: int) -> None:
+    """Parameters for the rows of sample ``n`` alone, whose codes begin at ``codes``."""
+    own[6] = np.int64(bits[n])
+    own[2] = codes - n * _row_size(p[4], p[5], own[6])  # from where rows of this size would have begun
+
+
+@_kernel
+def _kernel_quantize_samples(parameters: int, scratch: int, first: int, last: int) -> None:
+    p, own = _pointer(parameters, types.int64), _pointer(scratch, types.int64)
+    x, kind, row, group, bits = p[0], p[1], p[4], p[5], _pointer(p[10], types.uint8)
+    for i in range(10):
+        own[i] = p[i]
+    spare = scratch + 128
+    wide = spare + ((group + 63) & ~63)
+    per_row, step = (row + group - 1) // group, max(1, BATCH // group)
+    n, codes, g = 0, p[2], first
+    while g < last:
+        while n < g // per_row:
+            n, codes = n + 1, codes + _row_size(row, group, np.int64(bits[n]))
+        _enter_sample(p, own, bits, n, codes)
+        stop = min(g + step, last, (n + 1) * per_row)
+        start = _start(g, row, group)
+        values = x + 4 * start
+        if kind != FLOAT32:
+            values = wide
+            _widen_run(x + 2 * start, wide, _start(stop, row, group) - start, kind)
+        _encode(own, values, values, g, stop, spare, 0)
+        g = stop
+
+
+@_kernel
+def _kernel_dequantize_samples(parameters: int, scratch: int, first: int, last: int) -> None:
+    p, own = _pointer(parameters, types.int64), _pointer(scratch, types.int64)
+    out, kind, row, group, support, bits = p[0], p[1], p[4], p[5], p[7], _pointer(p[8], types.uint8)
+    for i in range(7):
+        own[i] = p[i]
+    wide = scratch + 128
+    per_row, step = (row + group - 1) // group, max(1, BATCH // group)
+    n, codes, g = 0, p[2], first
+    while g < last:
+        while n < g // per_row:
+            n, codes = n + 1, codes + _row_size(row, group, np.int64(bits[n]))
+        _enter_sample(p, own, bits, n, codes)
+        stop = min(g + step, last, (n + 1) * per_row)
+        start = _start(g, row, group)
+        count = _start(stop, row, group) - start
+        values = out + 4 * start if kind == FLOAT32 else wide
+        _decode(own, values, g, stop)
+        if support:
+            _copy_run(values, values, count, support, start)
+        if kind != FLOAT32:
+            _narrow_run(wide, out + 2 * start, count, kind)
+        g = stop
+
+
+@_kernel
+def _kernel_range_energy(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, kind, out, row, group, positive = p[0], p[1], _pointer(p[2], types.float32), p[3], p[4], p[5]
+    for r in range(first, last):
+        total = _ZERO
+        for start in range(r * row, (r + 1) * row, group):
+            n = min(group, (r + 1) * row - start)
+            values = x + 4 * start
+            if kind != FLOAT32:
+                values = scratch
+                _widen_run(x + 2 * start, scratch, n, kind)
+            least, most = _positive_range(values, values, n) if positive else _range(values, n)
+            if least > most:
+                continue
+            finite = most < 0x7F800000 and least >= -0x7F800000
+            extent = _value(most) - _value(least) if finite else _NAN
+            total += extent * extent
+        out[r] = total
 
 
 @_inline

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from . import PROCESS, reference
-from .compiled import BATCH, BFLOAT16, FLOAT16, FLOAT32, KERNELS, team
+from .compiled import BATCH, BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32, KERNELS, team
 from .reference import groups_in_row, low_shape, row_bytes
 
 numba: Any = import_module("numba")  # some versions are typed and some are not
 event: Any = import_module("numba.core.event")
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+KINDS8 = {getattr(torch, n, None): k for n, k in (("float8_e4m3fn", E4M3), ("float8_e5m2", E5M2))}
 
 
 class _OpenMP:
@@ -145,7 +146,7 @@ def _is(tensor: Tensor, dtype: torch.dtype, numel: int) -> bool:
 
 def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int] | None:
     """Groups, and bytes of their codes."""
-    if numel == 0 or row < 1 or group < 1 or numel % row or bits not in (1, 2, 4, 8):
+    if numel == 0 or row < 1 or group < 1 or numel % row or not 1 <= bits <= 8:
         return None
     rows = numel // row
     return rows * groups_in_row(row, group), rows * row_bytes(row, group, bits)
@@ -159,36 +160,166 @@ def _packed(codes: Tensor, side: Tensor, support: Tensor | None, numel: int, siz
     )
 
 
-def quantize_groups(x: Tensor, row: int, group: int, bits: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+def _table(levels: Tensor | None, bits: int) -> Tensor | None:
+    """Levels, then the inverse of the distance from each to the next; nothing if they are even or not sound."""
+    if levels is None or levels.dtype != torch.float32 or bits > 4 or levels.shape != (2**bits,):
+        return None
+    return torch.cat([levels, 1.0 / (levels[1:] - levels[:-1])])
+
+
+def _coding(bits: int, table: Tensor | None) -> int:
+    """Bits and table in one word: torch aligns its memory, so the lowest bits of an address are 0."""
+    return bits if table is None else bits | table.data_ptr()
+
+
+def quantize_groups(
+    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
-    sizes = _sizes(numel, row, group, bits)
-    if kind is None or sizes is None or not x.is_contiguous():
-        return reference.quantize_groups(x, row, group, bits, key, positive)
+    sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
+    if kind is None or sizes is None or not x.is_contiguous() or (levels is not None and table is None):
+        return reference.quantize_groups(x, row, group, bits, key, positive, levels)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
     _run(
         "quantize_groups", sizes[0], numel, group + 4 * max(group, BATCH) + 128,
-        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
+        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
     )  # fmt: skip
     return codes, side
 
 
 def dequantize_groups(
-    codes: Tensor, side: Tensor, numel: int, row: int, group: int, bits: int, dtype: torch.dtype, support: Tensor | None
+    codes: Tensor,
+    side: Tensor,
+    numel: int,
+    row: int,
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
-    kind, sizes = KINDS.get(dtype), _sizes(numel, row, group, bits)
-    if kind is None or sizes is None or not _packed(codes, side, support, numel, sizes):
-        return reference.dequantize_groups(codes, side, numel, row, group, bits, dtype, support)
+    kind, sizes, table = KINDS.get(dtype), _sizes(numel, row, group, bits), _table(levels, bits)
+    if (
+        kind is None
+        or sizes is None
+        or not _packed(codes, side, support, numel, sizes)
+        or (levels is not None and table is None)
+    ):
+        return reference.dequantize_groups(codes, side, numel, row, group, bits, dtype, support, levels)
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
     _run(
         "dequantize_groups", sizes[0], numel, 4 * max(group, BATCH),
-        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
+        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         0 if support is None else support.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def _sample_sizes(numel: int, bits: Tensor, group: int) -> tuple[int, int, int] | None:
+    """Row, groups, and bytes of their codes, for samples with bits of their own."""
+    samples = bits.numel()
+    if bits.dim() != 1 or not _is(bits, torch.uint8, samples) or not numel or group < 1 or not samples:
+        return None
+    row, widths = numel // samples, bits.tolist()
+    if numel % samples or not all(1 <= b <= 8 for b in widths):
+        return None
+    sizes = {b: row_bytes(row, group, b) for b in set(widths)}
+    return row, samples * groups_in_row(row, group), sum(sizes[b] for b in widths)
+
+
+def quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    kind, numel = KINDS.get(x.dtype), x.numel()
+    sizes = _sample_sizes(numel, bits, group)
+    if kind is None or sizes is None or not x.is_contiguous():
+        return reference.quantize_samples(x, bits, group, key, positive)
+    row, groups, size = sizes
+    codes = torch.empty(size, dtype=torch.uint8)
+    side = torch.empty(2 * groups, dtype=torch.int16)
+    group = min(group, row)
+    _run(
+        "quantize_samples", groups, numel, group + 4 * max(group, BATCH) + 256,
+        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
+        positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, bits.data_ptr(),
+    )  # fmt: skip
+    return codes, side
+
+
+def dequantize_samples(
+    codes: Tensor, side: Tensor, bits: Tensor, numel: int, group: int, dtype: torch.dtype, support: Tensor | None
+) -> Tensor:
+    """See the reference."""
+    kind, sizes = KINDS.get(dtype), _sample_sizes(numel, bits, group)
+    if kind is None or sizes is None or not _packed(codes, side, support, numel, sizes[1:]):
+        return reference.dequantize_samples(codes, side, bits, numel, group, dtype, support)
+    row, groups, _ = sizes
+    out = torch.empty(numel, dtype=dtype)
+    group = min(group, row)
+    _run(
+        "dequantize_samples", groups, numel, 4 * max(group, BATCH) + 128,
+        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
+        0 if support is None else support.data_ptr(), bits.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
+    """See the reference."""
+    kind, numel = KINDS.get(x.dtype), x.numel()
+    if kind is None or _sizes(numel, row, group, 1) is None or not x.is_contiguous():
+        return reference.range_energy(x, row, group, positive)
+    out = torch.empty(numel // row, dtype=torch.float32)
+    group = min(group, row)
+    _run(
+        "range_energy", numel // row, numel, 4 * group,
+        x.data_ptr(), kind, out.data_ptr(), row, group, positive,
+    )  # fmt: skip
+    return out
+
+
+def cast_groups(
+    x: Tensor, row: int, group: int, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    kind, kind8, numel = KINDS.get(x.dtype), KINDS8.get(dtype), x.numel()
+    sizes = _sizes(numel, row, group, 8)
+    sound = scale is None or _is(scale, torch.float32, 1)
+    if kind is None or kind8 is None or sizes is None or not sound or not x.is_contiguous():
+        return reference.cast_groups(x, row, group, dtype, scale)
+    out = torch.empty(numel, dtype=dtype)
+    scales = torch.empty(sizes[0], dtype=torch.bfloat16) if scale is None else scale.reshape(1).clone()
+    group = min(group, row)
+    _run(
+        "cast_groups", sizes[0], numel, 4 * group,
+        x.data_ptr(), kind, out.data_ptr(), kind8, row, group, scales.data_ptr(), scale is not None,
+    )  # fmt: skip
+    return out, scales
+
+
+def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: torch.dtype) -> Tensor:
+    """See the reference."""
+    kind, kind8, numel = KINDS.get(dtype), KINDS8.get(values.dtype), values.numel()
+    sizes = _sizes(numel, row, group, 8)
+    shared = _is(scale, torch.float32, 1)
+    if (
+        kind is None
+        or kind8 is None
+        or sizes is None
+        or not values.is_contiguous()
+        or not (shared or _is(scale, torch.bfloat16, sizes[0]))
+    ):
+        return reference.uncast_groups(values, scale, row, group, dtype)
+    out = torch.empty(numel, dtype=dtype)
+    group = min(group, row)
+    _run(
+        "uncast_groups", sizes[0], numel, 4 * group,
+        values.data_ptr(), kind8, out.data_ptr(), kind, row, group, scale.data_ptr(), shared,
     )  # fmt: skip
     return out
 
@@ -208,13 +339,28 @@ def _slabs(geometry: Sequence[int], block: int) -> tuple[int, int, tuple[int, ..
 
 
 def quantize_blocks(
-    x: Tensor, geometry: Sequence[int], block: int, row: int, group: int, bits: int, key: int, positive: bool
+    x: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
-    sizes = _sizes(numel, row, group, bits)
-    if kind is None or sizes is None or block < 1 or prod(geometry) != numel or not x.is_contiguous():
-        return reference.quantize_blocks(x, geometry, block, row, group, bits, key, positive)
+    sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
+    if (
+        kind is None
+        or sizes is None
+        or block < 1
+        or prod(geometry) != numel
+        or not x.is_contiguous()
+        or (levels is not None and table is None)
+    ):
+        return reference.quantize_blocks(x, geometry, block, row, group, bits, key, positive, levels)
     low = torch.empty(prod(low_shape(geometry, block)), dtype=torch.bfloat16)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
@@ -222,7 +368,7 @@ def quantize_blocks(
     _, slab, shape = _slabs(geometry, block)
     _run(
         "quantize_blocks", sizes[0], numel, 20 * slab + 9 * group + 20 * BATCH + 256,
-        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
+        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
         low.data_ptr(), *shape, numel,
     )  # fmt: skip
@@ -240,24 +386,26 @@ def dequantize_blocks(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
     kind, numel = KINDS.get(dtype), prod(geometry)
-    sizes = _sizes(numel, row, group, bits)
+    sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
     if (
         kind is None
         or sizes is None
         or block < 1
         or not _is(low, torch.bfloat16, prod(low_shape(geometry, block)))
         or not _packed(codes, side, support, numel, sizes)
+        or (levels is not None and table is None)
     ):
-        return reference.dequantize_blocks(low, codes, side, geometry, block, row, group, bits, dtype, support)
+        return reference.dequantize_blocks(low, codes, side, geometry, block, row, group, bits, dtype, support, levels)
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
     slabs, slab, shape = _slabs(geometry, block)
     _run(
         "dequantize_blocks", slabs, numel, 8 * (slab + BATCH + group) + 4 * shape[-1] + 256,
-        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, bits,
+        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         0 if support is None else support.data_ptr(),
         low.data_ptr(), *shape, sizes[0],
     )  # fmt: skip

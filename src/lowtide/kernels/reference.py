@@ -6,8 +6,9 @@ every sum, the random numbers, the rounding of the side information, the layout 
 Numbers written once, used by every backend
     Groups.   A flat tensor is cut into rows of ``row`` values and each row into groups of ``group``
               values; the last group of a row may be shorter. A group starts on a byte.
-    Codes.    Planar: with ``P = ceil(n * bits / 8)`` bytes for the ``n`` values of a group, value
-              ``e`` sits in byte ``e % P`` at bit ``(e // P) * bits``.
+    Codes.    Planes whose widths ``w`` are the powers of two in ``bits``, the widest first and with the lowest
+              bits of the codes (3 = 2 + 1, 7 = 4 + 2 + 1). In the ``P = ceil(n * w / 8)`` bytes of a plane for
+              the ``n`` values of a group, value ``e`` sits in byte ``e % P`` at bit ``(e // P) * w``.
     Side.     Two 16-bit words for each group: ``low`` (bfloat16, rounded down) and ``step``
               (bfloat16, rounded up). A constant group sets the sign bit of the second word and
               keeps its 32-bit value in the remaining 31 bits and the first code's lowest bit, so it
@@ -15,6 +16,9 @@ Numbers written once, used by every backend
               float32, keeps ``low = NaN`` and decodes to NaN.
     Rounding. ``code = clamp(floor((x - low) * (1 / step) + u), 0, 2**bits - 1)`` with ``u`` uniform
               on [0, 1): unbiased with respect to the *stored* low and step.
+    Levels.   Values between neighbours that need not be even. With ``L`` in units of the step (from 0 to
+              ``2**bits - 1``) the sum of ``clamp((s - L[i]) * (1 / (L[i + 1] - L[i])), 0, 1)`` over ``i`` in order
+              takes the place of ``s = (x - low) * (1 / step)``, and ``L[code]`` that of the code: unbiased again.
     Random.   ``u = (256 * 256 * byte + dither) / 2**24``. ``byte`` comes from one 32-bit hash for
               four values of the group, ``dither`` (16 bits) from one hash for the group; so each
               ``u`` is uniform on a grid of 2**-24 at the cost of a quarter hash.
@@ -33,6 +37,7 @@ _CHUNK = 1 << 19
 _WORD = 0xFFFFFFFF
 _SMALLEST_STEP = 2.0**-126  # the smallest step whose reciprocal is a finite float32
 _NAN_LOW = 0x7FC0
+_ONE = 0x3F80
 _CONSTANT = 0x8000
 _GOLDEN = 0x9E3779B9
 _DITHER = 0x5BD1E995
@@ -66,9 +71,15 @@ def _uniform(groups: Tensor, n: int) -> Tensor:
 # ---------------------------------------------------------------- groups
 
 
+def _planes(bits: int) -> list[tuple[int, int]]:
+    """Width of each plane, and the lowest bit of a code that it holds."""
+    widths = [w for w in (8, 4, 2, 1) if bits & w]
+    return [(w, sum(widths[:i])) for i, w in enumerate(widths)]
+
+
 def group_bytes(n: int, bits: int) -> int:
     """Bytes of the codes of one group of ``n`` values."""
-    return -(-n * bits // 8)
+    return sum(-(-n * width // 8) for width, _ in _planes(bits))
 
 
 def row_bytes(row: int, group: int, bits: int) -> int:
@@ -135,9 +146,8 @@ def _up(x: Tensor) -> Tensor:
     return (b >> 16) + (b & 0xFFFF != 0).to(torch.int64)
 
 
-def _quantize_tile(x: Tensor, keep: Tensor | None, groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes (groups, bytes) and side words (groups, 2) of ``x`` (groups, n), float32."""
-    top = float(2**bits - 1)
+def _range(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of each group (those to keep; 0.0 if there are none)."""
     if keep is None:
         low, high = torch.aminmax(x, dim=1)
     else:
@@ -145,7 +155,24 @@ def _quantize_tile(x: Tensor, keep: Tensor | None, groups: Tensor, bits: int) ->
         high = torch.where(keep, x, -torch.inf).amax(1)
         none = ~keep.any(1)
         low, high = low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
-    low, high = low + 0.0, high + 0.0  # -0.0 becomes 0.0
+    return low + 0.0, high + 0.0  # -0.0 becomes 0.0
+
+
+def _between(s: Tensor, levels: Tensor) -> Tensor:
+    """How many intervals between levels lie below each value, with the fraction of its own."""
+    inverse = 1.0 / (levels[1:] - levels[:-1])
+    total = torch.zeros_like(s)
+    for i in range(len(inverse)):
+        total += ((s - levels[i]) * inverse[i]).clamp_(0.0, 1.0)
+    return total
+
+
+def _quantize_tile(
+    x: Tensor, keep: Tensor | None, groups: Tensor, bits: int, levels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes (groups, bytes) and side words (groups, 2) of ``x`` (groups, n), float32."""
+    top = float(2**bits - 1)
+    low, high = _range(x, keep)
     low_word = _down(low)
     low_kept = _from_bits(low_word << 16)
     step_word = _up(((high - low_kept) / top).clamp_min(_SMALLEST_STEP))
@@ -153,7 +180,10 @@ def _quantize_tile(x: Tensor, keep: Tensor | None, groups: Tensor, bits: int) ->
     constant = low == high
     bad = ~(torch.isfinite(low_kept) & torch.isfinite(step)) & ~(constant & torch.isfinite(low))
 
-    scaled = (x - low_kept[:, None]) * (1.0 / step)[:, None] + _uniform(groups, x.shape[1])
+    scaled = (x - low_kept[:, None]) * (1.0 / step)[:, None]
+    if levels is not None:
+        scaled = _between(scaled, levels)
+    scaled = scaled + _uniform(groups, x.shape[1])
     plain = ~(bad | constant)
     codes = torch.where(plain[:, None], scaled, 0.0).floor_().clamp_(0.0, top).to(torch.uint8)
 
@@ -167,23 +197,28 @@ def _quantize_tile(x: Tensor, keep: Tensor | None, groups: Tensor, bits: int) ->
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return codes
+    return torch.cat([_pack_plane((codes >> low) & (2**w - 1), w) for w, low in _planes(bits)], dim=1)
+
+
+def _pack_plane(codes: Tensor, width: int) -> Tensor:
     groups, n = codes.shape
-    size = group_bytes(n, bits)
-    per_byte = 8 // bits
+    size = -(-n * width // 8)
+    per_byte = 8 // width
     codes = torch.nn.functional.pad(codes, (0, size * per_byte - n)).view(groups, per_byte, size)
     packed = codes[:, 0].clone()
     for k in range(1, per_byte):
-        packed |= codes[:, k] << (k * bits)
+        packed |= codes[:, k] << (k * width)
     return packed
 
 
 def _unpack(packed: Tensor, n: int, bits: int) -> Tensor:
-    if bits == 8:
-        return packed
-    mask = 2**bits - 1
-    return torch.cat([(packed >> (k * bits)) & mask for k in range(8 // bits)], dim=1)[:, :n]
+    codes, at = packed.new_zeros((packed.shape[0], n)), 0
+    for width, low in _planes(bits):
+        size, mask = -(-n * width // 8), 2**width - 1
+        plane = packed[:, at : at + size]
+        codes |= torch.cat([(plane >> (k * width)) & mask for k in range(8 // width)], dim=1)[:, :n] << low
+        at += size
+    return codes
 
 
 def _side_values(codes: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,18 +230,26 @@ def _side_values(codes: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
     return base, step
 
 
+def _check_levels(levels: Tensor | None, bits: int) -> None:
+    if levels is not None and (levels.dtype != torch.float32 or levels.shape != (2**bits,)):
+        raise RuntimeError(f"levels must be {2**bits} float32 values; got {levels.dtype}, {tuple(levels.shape)}")
+
+
 def _rows(x: Tensor, row: int) -> int:
     return 0 if row == 0 else x.numel() // row
 
 
-def quantize_groups(x: Tensor, row: int, group: int, bits: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+def quantize_groups(
+    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes and side words of a flat tensor; with ``positive`` only values above zero set ranges."""
-    return _quantize(x, x, row, group, bits, key, positive)
+    return _quantize(x, x, row, group, bits, key, positive, levels)
 
 
 def _quantize(
-    source: Tensor, values: Tensor, row: int, group: int, bits: int, key: int, positive: bool
+    source: Tensor, values: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    _check_levels(levels, bits)
     rows, per_row = _rows(values, row), groups_in_row(row, group) if row else 0
     codes = values.new_empty((rows, row_bytes(row, group, bits) if row else 0), dtype=torch.uint8)
     side = values.new_empty((rows, per_row, 2), dtype=torch.int16)
@@ -219,7 +262,7 @@ def _quantize(
         cut = slice(g0 * group, g0 * group + (g1 - g0) * n)
         x = x2[r0:r1, cut].reshape(-1, n).to(torch.float32)
         keep = ~(s2[r0:r1, cut].reshape(-1, n) <= 0) if positive else None
-        packed, words = _quantize_tile(x, keep, _tile_hash(tile, per_row, key, x.device), bits)
+        packed, words = _quantize_tile(x, keep, _tile_hash(tile, per_row, key, x.device), bits, levels)
         start = g0 * full_bytes
         size = (g1 - g0) * packed.shape[1]
         codes[r0:r1, start : start + size] = packed.view(r1 - r0, size)
@@ -236,8 +279,10 @@ def dequantize_groups(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """The flat tensor again; values whose bit in ``support`` is 0 are exactly zero."""
+    _check_levels(levels, bits)
     out = codes.new_empty(numel, dtype=dtype)
     if numel == 0:
         return out
@@ -249,7 +294,9 @@ def dequantize_groups(
         cut = slice(g0 * full_bytes, g0 * full_bytes + (g1 - g0) * size)
         packed = codes[r0:r1, cut].reshape(-1, size)
         base, step = _side_values(packed, side[r0:r1, g0:g1].reshape(-1, 2))
-        x = _fit_dtype(base[:, None] + _unpack(packed, n, bits).to(torch.float32) * step[:, None], dtype)
+        found = _unpack(packed, n, bits)
+        steps = found.to(torch.float32) if levels is None else levels[found.to(torch.int64)]
+        x = _fit_dtype(base[:, None] + steps * step[:, None], dtype)
         out2[r0:r1, g0 * group : g0 * group + (g1 - g0) * n] = x.view(r1 - r0, -1)
     return _restore_zeros(out, support)
 
@@ -264,6 +311,135 @@ def _restore_zeros(out: Tensor, support: Tensor | None) -> Tensor:
         for i in range(0, out.numel(), _CHUNK):
             piece = out[i : i + _CHUNK]
             piece.masked_fill_(~_mask_bits(support, i, piece.numel()), 0.0)
+    return out
+
+
+# ---------------------------------------------------------------- 8-bit floats
+
+
+def cast_groups(
+    x: Tensor, row: int, group: int, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values over the scale of their group, rounded to the nearest of an 8-bit float type; and the scales.
+
+    A scale is a bfloat16, rounded up, that takes the largest of a group to the largest of the type: 1 for a group
+    of zeros, NaN for one with a value that is not finite. With ``scale``, one float32, that serves all groups.
+    Values over a scale that is not finite become 0, and so decode to NaN. A value that a given scale leaves more
+    than 2**-7 beyond the type's largest becomes NaN (torch's own cast changes with its version there).
+    """
+    if x.numel() % max(1, row) or (scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1)):
+        raise RuntimeError(f"{x.numel()} values have no rows of {row}, or {scale} is not one float32")
+    rows, per_row = _rows(x, row), groups_in_row(row, group)
+    out = x.new_empty(x.numel(), dtype=dtype)
+    scales = x.new_empty((rows, per_row), dtype=torch.bfloat16) if scale is None else scale.reshape(1).clone()
+    if x.numel() == 0:
+        return out, scales.view(-1)
+    x2, out2 = x.view(rows, row), out.view(rows, row)
+    largest_kept = torch.finfo(dtype).max * (1 + 2.0**-7)
+    for r0, r1, g0, g1, n in _tiles(rows, row, group):
+        cut = slice(g0 * group, g0 * group + (g1 - g0) * n)
+        piece = x2[r0:r1, cut].reshape(-1, n).to(torch.float32)
+        if scale is None:
+            largest = piece.abs().amax(1)
+            word = _up((largest / torch.finfo(dtype).max).clamp_min(_SMALLEST_STEP))
+            word = torch.where(largest == 0, _ONE, torch.where(largest.isfinite(), word, _NAN_LOW))
+            scales[r0:r1, g0:g1] = _word16(word).view(torch.bfloat16).view(r1 - r0, g1 - g0)
+            own = _from_bits(word << 16)[:, None]
+        else:
+            own = scale.reshape(1, 1)
+        scaled = piece / own
+        scaled = torch.where(scaled.abs() <= largest_kept, scaled, torch.nan)
+        out2[r0:r1, cut] = torch.where(own.isfinite(), scaled, 0.0).to(dtype).view(r1 - r0, -1)
+    return out, scales.view(-1)
+
+
+def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: torch.dtype) -> Tensor:
+    """The flat tensor again; ``scale`` has a bfloat16 for each group, or one float32 for all."""
+    rows, per_row = _rows(values, row), groups_in_row(row, group)
+    shared = scale.dtype == torch.float32 and scale.numel() == 1
+    if values.numel() % max(1, row) or not (shared or (scale.dtype, scale.numel()) == (torch.bfloat16, rows * per_row)):
+        raise RuntimeError(
+            f"{values.numel()} values in rows of {row} and groups of {group} do not go with {scale.numel()} scales"
+        )
+    out = values.new_empty(values.numel(), dtype=dtype)
+    if values.numel() == 0:
+        return out
+    v2, out2 = values.view(rows, row), out.view(rows, row)
+    for r0, r1, g0, g1, n in _tiles(rows, row, group):
+        cut = slice(g0 * group, g0 * group + (g1 - g0) * n)
+        wide = v2[r0:r1, cut].reshape(-1, n).to(torch.float32)
+        own = scale.view(1, 1) if shared else scale.view(rows, per_row)[r0:r1, g0:g1].reshape(-1, 1).to(torch.float32)
+        out2[r0:r1, cut] = _fit_dtype(wide * own, dtype).view(r1 - r0, -1).to(dtype)
+    return out
+
+
+# ---------------------------------------------------------------- samples with bits of their own
+
+
+def _widths(numel: int, bits: Tensor) -> list[int]:
+    if bits.dtype != torch.uint8 or bits.dim() != 1 or numel % max(1, bits.numel()) or (numel and not bits.numel()):
+        raise RuntimeError(
+            f"bits must be one uint8 value for each sample of {numel} values; got {bits.dtype}, {tuple(bits.shape)}"
+        )
+    widths: list[int] = bits.tolist()
+    if not all(1 <= b <= 8 for b in widths):
+        raise RuntimeError(f"bits must be from 1 to 8; got {widths}")
+    return widths
+
+
+def quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+    """Codes and side words of samples (rows of one size), each with bits of its own.
+
+    The noise is that of :func:`quantize_groups` for the same groups, so are the bytes of a sample for its bits.
+    """
+    widths = _widths(x.numel(), bits)
+    if x.numel() == 0:
+        return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.int16)
+    row = x.numel() // len(widths)
+    per_row, parts = groups_in_row(row, group), []
+    for n, width in enumerate(widths):
+        later = (key >> 32 << 32) | ((key + n * per_row) & _WORD)  # gives group 0 the noise of the sample's first
+        piece = x[n * row : (n + 1) * row]
+        parts.append(quantize_groups(piece, row, group, width, later, positive))
+    return torch.cat([codes for codes, _ in parts]), torch.cat([side for _, side in parts])
+
+
+def dequantize_samples(
+    codes: Tensor, side: Tensor, bits: Tensor, numel: int, group: int, dtype: torch.dtype, support: Tensor | None
+) -> Tensor:
+    """The flat tensor again; values whose bit in ``support`` is 0 are exactly zero."""
+    widths = _widths(numel, bits)
+    out = codes.new_empty(numel, dtype=dtype)
+    if numel == 0:
+        return out
+    row, at = numel // len(widths), 0
+    words = 2 * groups_in_row(row, group)
+    for n, width in enumerate(widths):
+        size = row_bytes(row, group, width)
+        piece, some = codes[at : at + size], side[n * words : (n + 1) * words]
+        out[n * row : (n + 1) * row] = dequantize_groups(piece, some, row, row, group, width, dtype, None)
+        at += size
+    return _restore_zeros(out, support)
+
+
+def range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
+    """For each row the sum over its groups of ``(max - min)**2``: what sets the variance of their rounding.
+
+    Summed in float32, from the first group to the last. A value that is not finite makes its row NaN; with
+    ``positive`` only values above zero count.
+    """
+    rows = _rows(x, row)
+    out = x.new_zeros(rows, dtype=torch.float32)
+    if x.numel() == 0:
+        return out
+    x2 = x.view(rows, row)
+    step = max(1, _CHUNK // min(group, row))
+    for r in range(0, rows, step):
+        for start in range(0, row, group):
+            piece = x2[r : r + step, start : start + group].to(torch.float32)
+            low, high = _range(piece, ~(piece <= 0) if positive else None)
+            extent = torch.where(low.isfinite() & high.isfinite(), high - low, torch.nan)
+            out[r : r + step] += extent * extent
     return out
 
 
@@ -332,7 +508,15 @@ def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch
 
 
 def quantize_blocks(
-    x: Tensor, geometry: Sequence[int], block: int, row: int, group: int, bits: int, key: int, positive: bool
+    x: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Block means in bfloat16 and the quantized difference to those *rounded* means."""
     outer, s1, s2, s3, inner = _geometry(geometry)
@@ -347,7 +531,7 @@ def quantize_blocks(
     for o in range(0, outer, step):
         spread = _spread(low5[o : o + step], geometry, block).to(torch.float32)
         r5[o : o + step] = x5[o : o + step].to(torch.float32) - spread
-    codes, side = _quantize(x, residual, row, group, bits, key, positive)
+    codes, side = _quantize(x, residual, row, group, bits, key, positive, levels)
     return low, codes, side
 
 
@@ -362,11 +546,12 @@ def dequantize_blocks(
     bits: int,
     dtype: torch.dtype,
     support: Tensor | None,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """Block means plus decoded difference, rounded once to ``dtype``."""
     outer, s1, s2, s3, inner = _geometry(geometry)
     numel = outer * s1 * s2 * s3 * inner
-    residual = dequantize_groups(codes, side, numel, row, group, bits, torch.float32, None)
+    residual = dequantize_groups(codes, side, numel, row, group, bits, torch.float32, None, levels)
     out = residual if dtype == torch.float32 else residual.new_empty(numel, dtype=dtype)
     low5, r5, o5 = (
         low.view(low_shape(geometry, block)),

@@ -858,7 +858,9 @@ def _ddp_worker(rank, port, path):
                         loss = model(x).square().mean()
                     loss.backward()
             found[name] = gradients(model)
+            del model, loss  # before the process group they use
         torch.save(found, path / f"{rank}.pt")
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 

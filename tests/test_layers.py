@@ -28,6 +28,7 @@ LAYERS = [
     ["codecs"],
     ["ops"],
     ["kernels"],
+    ["allocation"],
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

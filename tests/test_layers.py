@@ -28,7 +28,7 @@ LAYERS = [
     ["codecs"],
     ["ops"],
     ["kernels"],
-    ["allocation"],
+    ["allocation", "levels"],
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

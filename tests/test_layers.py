@@ -20,7 +20,7 @@ LAYERS = [
     ["demo"],
     ["measure", "allocator"],
     ["session"],
-    ["report"],
+    ["report", "replay"],
     ["methods"],
     ["planner"],
     ["rules"],

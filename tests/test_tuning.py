@@ -353,7 +353,7 @@ def test_weibull_densities_are_found_again(shape, scale):
 @pytest.mark.parametrize("name", ["uniform", "half-normal", "normal", "spiky"])
 def test_a_fitted_weibull_density_has_the_moments_of_the_histogram(name):
     share = DENSITIES[name].double() / DENSITIES[name].sum()
-    middle = (torch.arange(levels.BINS) + 0.5) / levels.BINS
+    middle = (torch.arange(levels.BINS, dtype=torch.float64) + 0.5) / levels.BINS
     mean = float((share * middle).sum())
     square = float((share * (middle.square() + 1 / levels.BINS**2 / 12)).sum())
     shape, scale = levels.fit_weibull(DENSITIES[name])

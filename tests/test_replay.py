@@ -191,13 +191,15 @@ def test_sketches_are_linear_and_repeatable():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("kind", ["dense", "one row", "one column", "rank one", "first of blocks"])
+@pytest.mark.parametrize("kind", ["dense", "constant", "one row", "one column", "rank one", "first of blocks"])
 def test_the_expected_square_is_the_square(kind):
-    width, rows, seeds = 32, 600, 400
+    width, rows, seeds = 32, 2048, 400
     e = torch.zeros(rows, width)
     generator = torch.Generator().manual_seed(3)
     if kind == "dense":
         e = torch.randn(rows, width, generator=generator)
+    elif kind == "constant":  # adds up in every bucket, if signs were not independent
+        e = torch.ones(rows, width)
     elif kind == "one row":
         e[5] = torch.randn(width, generator=generator)
     elif kind == "one column":  # lies in one bucket, if buckets were index mod width

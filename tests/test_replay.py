@@ -211,10 +211,11 @@ def test_the_expected_square_is_the_square(kind):
     model = sized((rows, width))
     squares = torch.stack([Sketch(model, width, seed).of({"p0": e}).double().square().sum() for seed in range(seeds)])
     relative = squares / e.double().square().sum()
-    # The variance of one square is at most 2 / width: five standard errors of the mean. A square is near normal, or
-    # has a tail like chi-square's, whose kurtosis makes the variance of a variance three times that of a normal.
-    assert abs(relative.mean() - 1) < 5 * math.sqrt(2 / width / seeds)
-    assert relative.var() < 2 / width * (1 + 5 * math.sqrt(3 * 2 / seeds))
+    # Five standard errors of the mean. A square is near normal, or has a tail like chi-square's, whose kurtosis makes
+    # the variance of a variance three times that of a normal.
+    variance = (4 if kind == "constant" else 2) / width
+    assert abs(relative.mean() - 1) < 5 * math.sqrt(variance / seeds)
+    assert relative.var() < variance * (1 + 5 * math.sqrt(3 * 2 / seeds))
 
 
 def test_parameters_do_not_share_signs():

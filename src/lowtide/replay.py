@@ -108,14 +108,15 @@ class Sketch:
 
     Each element gets a sign and a bucket from a hash of (seed, parameter, index), and buckets are summed. So the
     sketch of a difference is the difference of sketches, and over seeds the square of its norm is expected to be the
-    square of the difference's norm, with a standard deviation of ``sqrt(2 / width)`` of it, or less, for each
-    parameter. Gradients of many probes can be compared without keeping any of them.
+    square of the difference's norm. For each parameter the variance of that square is about ``2 / width`` of its
+    square, and at most ``4 / width``. Gradients of many probes can be compared without keeping any of them.
 
     Norms of parameters' gradients, which ALAM compares, cannot replace this: noise is nearly orthogonal to a
     gradient, and a change ``e`` orthogonal to ``g`` moves the norm by ``|e|**2 / (2 |g|)`` only.
 
-    One table of signs and places serves all blocks of ``256 * width`` elements; a block adds its own sign and a
-    rotation of the buckets. Signs of different elements stay independent in pairs, which is all the expectation needs.
+    One table of signs and places serves all blocks of ``256 * width`` elements; a block rotates its buckets and adds a
+    sign to each. Signs of different elements stay independent in pairs, which is all the expectation needs. The second
+    ``2 / width`` is for gradients whose blocks are all alike, because they share the table.
     """
 
     def __init__(self, model: nn.Module, width: int = 256, seed: int = 0) -> None:
@@ -148,15 +149,15 @@ class Sketch:
             self._place[device], self._sign[device] = self._place[cpu].to(device), self._sign[cpu].to(device)
         place, sign = self._place[device], self._sign[device]
         blocks = -(-gradient.numel() // block)
-        own = _hash64(_key(f"{self.seed}/{name}"), torch.arange(blocks)).to(device)
-        turn = ((own >> 1) & 0xFFFFFF)[:, None] + torch.arange(self.width, device=device)
+        own = _hash64(_key(f"{self.seed}/{name}"), torch.arange(blocks * self.width)).view(-1, self.width).to(device)
+        turn = ((own[:, :1] >> 1) & 0xFFFFFF) + torch.arange(self.width, device=device)
         total = torch.zeros(self.width, device=device)
         for first in range(0, blocks, _CHUNK):
             piece = gradient[first * block : (first + _CHUNK) * block].to(torch.float32)
             piece = nn.functional.pad(piece, (0, -piece.numel() % block)).view(-1, block) * sign
             sums = piece[:, place].view(-1, _ROWS, self.width).sum(1)
             cut = slice(first, first + len(sums))
-            total += (sums.gather(1, turn[cut] % self.width) * _signs(own[cut])[:, None]).sum(0)
+            total += (sums.gather(1, turn[cut] % self.width) * _signs(own[cut])).sum(0)
         return total
 
 

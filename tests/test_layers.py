@@ -22,6 +22,7 @@ LAYERS = [
     ["session"],
     ["report", "replay"],
     ["methods"],
+    ["tuning"],
     ["planner"],
     ["rules"],
     ["capture"],

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import heapq
+import importlib
+import io
 import itertools
+import json
 import math
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from lowtide import levels
+from lowtide import codecs, levels, ops, tuning
 from lowtide.allocation import allocate, choose
+from lowtide.capture import Site
+from lowtide.codecs import BlockMean, Cast, Codec, GroupQuant, TensorMeta
+from lowtide.rules import Need
+from lowtide.tuning import LevelTuner, SampleTuner, Use
 
 # ---------------------------------------------------------------- bits
 
@@ -373,3 +384,443 @@ def test_wrong_level_requests_are_named():
     with pytest.raises(ValueError, match="empty histogram"):
         levels.fit_weibull(torch.zeros(512))
     assert math.isnan(levels.variance((0.0, 1.0), torch.zeros(4)))
+
+
+# ---------------------------------------------------------------- tuners
+
+
+def range_energy(x, row, group, positive):
+    """The sum of squared ranges of a row's groups, one group at a time."""
+    assert not positive
+    rows = x.double().view(-1, row)
+    found = [sum((g.max() - g.min()).square() for g in line.split(group)) for line in rows]
+    return torch.stack(found).float()
+
+
+@dataclass(frozen=True)
+class Mixed(Codec):
+    """Stands for a codec with bits for each sample; decisions are all that is tested here."""
+
+    id: ClassVar[str] = "test_mixed"
+    bits: tuple[int, ...]
+    group: int
+
+    def encode(self, tensor, *, key, support=None):
+        raise NotImplementedError
+
+    def decode(self, packed, *, support=None):
+        raise NotImplementedError
+
+    def packed_nbytes(self, meta):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Decisions are tested against a plain sum of ranges and a codec that only holds its bits."""
+    monkeypatch.setattr(ops, "range_energy", range_energy, raising=False)
+    monkeypatch.setattr(codecs, "SampleQuant", Mixed, raising=False)
+    monkeypatch.setattr("lowtide.codecs.lossy.BITS", (1, 2, 3, 4, 5, 6, 7, 8))
+
+
+CONV = [Site(f"conv{i}", "Convolution", "input", 0) for i in range(4)]
+NORM = Site("norm", "NativeBatchNorm", "input", 0)
+BASE = GroupQuant(2, 16, "sample")
+
+
+def use_of(tensor, *sites, need=Need.LINEAR):
+    return Use(need, TensorMeta.of(tensor), True, sites)
+
+
+def maps(scales, shape=(4, 6, 6), seed=0):
+    """One sample for each scale."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(len(scales), *shape, generator=generator) * torch.tensor(scales).view(-1, 1, 1, 1)
+
+
+def bits_of(codec, samples):
+    return [codec.bits] * samples if isinstance(codec, GroupQuant) else list(codec.bits)
+
+
+def decide(tuner, site, tensor, need=Need.LINEAR, base=BASE):
+    return bits_of(tuner.codec_for(use_of(tensor, site, need=need), tensor, base), len(tensor))
+
+
+def greedy(cost, weight, budget):
+    """ActNN's own way, from one bit up: the best step, one at a time, until the best does not fit."""
+    bits = [1] * len(cost)
+    left = budget - sum(weight)
+
+    def entry(i):
+        b = bits[i]
+        return -cost[i] * (1 / (2**b - 1) ** 2 - 1 / (2 ** (b + 1) - 1) ** 2) / weight[i], b, i
+
+    heap = [entry(i) for i in range(len(cost))]
+    heapq.heapify(heap)
+    while heap:
+        i = heapq.heappop(heap)[2]
+        if weight[i] > left:
+            continue
+        bits[i], left = bits[i] + 1, left - weight[i]
+        if bits[i] < 8:
+            heapq.heappush(heap, entry(i))
+    return bits
+
+
+def energies(tensor, group=16):
+    return range_energy(tensor.reshape(-1), tensor[0].numel(), group, False).double().tolist()
+
+
+def test_use_is_still_found_among_methods():
+    assert importlib.import_module("lowtide.methods").Use is Use
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_samples_of_a_layer_share_its_bits_by_their_ranges():
+    tuner = SampleTuner(2, 16)
+    tuner.begin(0)
+    x = maps([0.1, 1.0, 1.0, 10.0, 3.0])
+    found = decide(tuner, CONV[0], x)
+    assert found == greedy(energies(x), [1] * 5, 10)
+    assert found[0] < found[3]
+    codec = tuner.codec_for(use_of(x, CONV[0]), x, BASE)
+    assert codec == Mixed(tuple(found), 16)
+    assert tuner.seconds() > 0
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_equal_samples_get_the_plain_codec():
+    tuner = SampleTuner(3, 16)
+    tuner.begin(0)
+    x = torch.ones(1, 4, 6, 6).repeat(6, 1, 1, 1)
+    for value in (x, x * math.nan, x.cumsum(1)):
+        assert tuner.codec_for(use_of(value, CONV[0]), value, BASE) == GroupQuant(3, 16, "sample")
+    half = SampleTuner(2.5, 16)
+    assert decide(half, CONV[0], x) == [3, 3, 3, 2, 2, 2]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_everything_else_is_left_as_it_is():
+    tuner = SampleTuner(2, 16)
+    tuner.begin(0)
+    x = maps([1.0, 5.0])
+    for base, need in (
+        (GroupQuant(2, 16, "row"), Need.LINEAR),
+        (BlockMean(4, 2, 2), Need.LINEAR),
+        (Cast(), Need.LINEAR),
+        (BASE, Need.PROPAGATE),
+        (BASE, Need.EXPONENT),
+    ):
+        assert tuner.codec_for(use_of(x, CONV[1], need=need), x, base) is base
+    assert tuner.codec_for(use_of(x[:0], CONV[1]), x[:0], BASE) is BASE
+    assert not tuner.wants_gradient(CONV[1], Need.LINEAR)
+    assert tuner.wants_gradient(CONV[2], Need.LINEAR)
+    assert not tuner.wants_gradient(NORM, Need.BATCH)
+    tuner.observe(CONV[2], torch.ones(3, 3))
+    assert tuner.state_dict() == {"refreshed": None, "layers": [], "sensitivity": []}
+
+
+def step(tuner, number, tensors, gradients):
+    """One step: every tensor stored, then every gradient seen, as backward does, from the end."""
+    tuner.begin(number)
+    found = {site: decide(tuner, site, x) for site, x in tensors.items()}
+    for site in reversed(list(gradients)):
+        assert tuner.wants_gradient(site, Need.LINEAR)
+        tuner.observe(site, gradients[site])
+    return found
+
+
+TENSORS = {
+    CONV[0]: maps([1.0, 2.0, 0.5, 1.0], (3, 8, 8), 1),
+    CONV[1]: maps([0.3, 0.3, 4.0, 1.0], (4, 4, 4), 2),
+    CONV[2]: maps([1.0, 1.0, 1.0, 1.5, 0.7, 9.0], (5, 2, 2), 3),  # its own number of samples, as in a detection head
+}
+GRADIENTS = {
+    CONV[0]: maps([0.1, 0.2, 0.1, 0.1], (4, 8, 8), 4),
+    CONV[1]: maps([10.0, 10.0, 20.0, 10.0], (5, 4, 4), 5),
+    CONV[2]: maps([1.0, 1.0, 1.0, 1.0, 1.0, 1.0], (2, 2, 2), 6),
+}
+TAPS = {"conv0": 9.0, "conv1": 1.0, "conv2": 4.5}
+
+
+def pooled(tensors, gradients, bits, taps):
+    """Bits in total for each layer, by the greedy on all samples of all layers."""
+    cost, weight, owner = [], [], []
+    for site, x in tensors.items():
+        sensitivity = float(gradients[site].double().square().flatten(1).sum(1).mean())
+        for energy in energies(x):
+            cost.append(sensitivity * taps.get(site.module, 1.0) * energy / math.prod(x.shape[2:]))
+            weight.append(x[0].numel())
+            owner.append(site)
+    won = greedy(cost, weight, int(bits * sum(weight)))
+    return {site: sum(b for b, o in zip(won, owner, strict=True) if o == site) for site in tensors}
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("bits", [1, 1.5, 2, 4, 8])
+@pytest.mark.parametrize("taps", [TAPS, {}])
+def test_layers_compete_for_the_bits_in_the_second_step(bits, taps):
+    tuner = SampleTuner(bits, 16, taps=taps)
+    first = step(tuner, 0, TENSORS, GRADIENTS)
+    second = step(tuner, 1, TENSORS, GRADIENTS)
+    won = pooled(TENSORS, GRADIENTS, bits, taps)
+    for site, x in TENSORS.items():
+        assert first[site] == greedy(energies(x), [1] * len(x), int(bits * len(x)))
+        assert second[site] == greedy(energies(x), [1] * len(x), won[site])
+    values = sum(x.numel() for x in TENSORS.values())
+    stored = sum(b * x[0].numel() for site, x in TENSORS.items() for b in second[site])
+    assert stored <= bits * values
+    if bits == 2:
+        assert sum(second[CONV[1]]) > sum(first[CONV[1]])
+        assert len({tuple(pooled(TENSORS, GRADIENTS, bits, t).items()) for t in (TAPS, {})}) == 2
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_batch_norm_takes_the_bits_of_the_layer_before_it():
+    tuner = SampleTuner(2, 16)
+    y = maps([1.0, 1.0, 2.0, 7.0, 1.0, 0.1, 3.0, 1.0], (3, 5, 5), 7)
+    tuner.begin(0)
+    assert decide(tuner, NORM, y, Need.BATCH) == greedy(energies(y), [1] * 8, 16)
+    step(tuner, 0, TENSORS, GRADIENTS)
+    won = pooled(TENSORS, GRADIENTS, 2, {})
+    tuner.begin(1)
+    assert decide(tuner, NORM, y, Need.BATCH) == greedy(energies(y), [1] * 8, 16)
+    for site, x in TENSORS.items():
+        decide(tuner, site, x)
+        share = won[site] * len(y) // len(x)
+        assert decide(tuner, NORM, y, Need.BATCH) == greedy(energies(y), [1] * 8, share)
+    assert {tuple(row["sites"][0]) for row in tuner.state_dict()["layers"]} == set(TENSORS)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_tensor_of_two_layers_costs_what_both_lose():
+    x, other = TENSORS[CONV[0]], TENSORS[CONV[1]]
+    tuner = SampleTuner(2, 16)
+    relu = Site("relu", "Relu", "result", 0)
+    for number in range(2):
+        tuner.begin(number)
+        codec = tuner.codec_for(use_of(x, relu, CONV[0], CONV[2]), x, BASE)
+        decide(tuner, CONV[1], other)
+        for site in (CONV[0], CONV[1], CONV[2]):
+            tuner.observe(site, GRADIENTS[site])
+    both = GRADIENTS[CONV[0]].square().flatten(1).sum(1).mean() + GRADIENTS[CONV[2]].square().flatten(1).sum(1).mean()
+    equal = {CONV[0]: torch.full((1, 1), math.sqrt(both)), CONV[1]: GRADIENTS[CONV[1]]}
+    won = pooled({CONV[0]: x, CONV[1]: other}, equal, 2, {})
+    assert bits_of(codec, 4) == greedy(energies(x), [1] * 4, won[CONV[0]])
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_batches_may_vary_and_layers_may_come_and_go():
+    tuner = SampleTuner(2, 16)
+    step(tuner, 0, TENSORS, GRADIENTS)
+    won = pooled(TENSORS, GRADIENTS, 2, {})
+    small = {CONV[0]: TENSORS[CONV[0]][:3], CONV[1]: TENSORS[CONV[1]][:1]}
+    found = step(tuner, 1, small, {})  # a smaller batch, and a layer less
+    for site, x in small.items():
+        assert found[site] == greedy(energies(x), [1] * len(x), won[site] * len(x) // len(TENSORS[site]))
+    # Those two compete alone now, with the gradients they had; the third keeps its share for when it is back.
+    again = pooled(small, GRADIENTS, 2, {})
+    fresh = {**small, CONV[2]: TENSORS[CONV[2]], CONV[3]: maps([1.0, 3.0])}
+    found = step(tuner, 2, fresh, {})
+    assert found[CONV[0]] == greedy(energies(small[CONV[0]]), [1] * 3, again[CONV[0]])
+    assert found[CONV[2]] == greedy(energies(TENSORS[CONV[2]]), [1] * 6, won[CONV[2]])
+    assert found[CONV[3]] == greedy(energies(fresh[CONV[3]]), [1] * 2, 4)  # new, and its gradient not seen yet
+    tuner.begin(3)
+    before = tuner.state_dict()
+    tuner.begin(4)
+    assert tuner.state_dict() == before  # a forward that stored nothing changes no share
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_accumulated_backwards_keep_the_last_gradient():
+    tuner, plain = SampleTuner(2, 16), SampleTuner(2, 16)
+    tuner.begin(0)
+    for part in (slice(0, 2), slice(2, 4)):
+        for site in (CONV[0], CONV[1]):
+            decide(tuner, site, TENSORS[site][part])
+        for site in (CONV[1], CONV[0]):
+            tuner.observe(site, GRADIENTS[site][part])
+    late = {site: TENSORS[site][2:] for site in (CONV[0], CONV[1])}
+    step(plain, 0, late, {site: GRADIENTS[site][2:] for site in late})
+    assert step(tuner, 1, late, {}) == step(plain, 1, late, {})
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0])
+def test_a_broken_gradient_starves_nobody(broken):
+    tuner = SampleTuner(2, 16)
+    for number in range(2):
+        step(tuner, number, TENSORS, {**GRADIENTS, CONV[0]: GRADIENTS[CONV[0]] * broken})
+    found = step(tuner, 2, TENSORS, {})
+    stored = sum(b * x[0].numel() for site, x in TENSORS.items() for b in found[site])
+    assert stored <= 2 * sum(x.numel() for x in TENSORS.values())
+    assert max(found[CONV[1]]) > 1
+    assert max(found[CONV[2]]) > 1
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_shares_stand_until_the_next_refresh():
+    tuner = SampleTuner(2, 16, refresh=3)
+    results = [
+        step(tuner, n, TENSORS, {s: g * (n + 1) ** i for i, (s, g) in enumerate(GRADIENTS.items())}) for n in range(6)
+    ]
+    assert results[0] != results[1]  # the first competition is due as soon as gradients are known
+    assert results[1] == results[2] == results[3]
+    assert results[3] != results[4]
+    assert results[4] == results[5]
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+def through_torch(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("save", [through_json, through_torch])
+def test_bits_resume_exactly(save):
+    def changed(number):
+        return {site: x * (1 + 0.37 * number * i) for i, (site, x) in enumerate(TENSORS.items())}
+
+    def gradients(number):
+        return {site: g * math.exp(math.sin(number * (i + 1))) for i, (site, g) in enumerate(GRADIENTS.items())}
+
+    straight, resumed = SampleTuner(2, 16, 2), SampleTuner(2, 16, 2)
+    for number in range(3):
+        step(straight, number, changed(number), gradients(number))
+    straight.observe(CONV[2], GRADIENTS[CONV[2]] * math.nan)
+    resumed.load_state_dict(save(straight.state_dict()))
+    for number in range(3, 8):
+        now = changed(number), gradients(number)
+        assert step(straight, number, *now) == step(resumed, number, *now)
+        assert str(straight.state_dict()) == str(resumed.state_dict())
+    with pytest.raises(ValueError, match="expected a state with the keys"):
+        resumed.load_state_dict({"tables": []})
+
+
+def test_taps_count_the_weights_a_value_meets():
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv1d(4, 4, 5, groups=4), nn.Linear(2, 2), nn.Conv3d(1, 1, (1, 2, 3)))
+    assert tuning.taps(model) == {"0": 9.0, "1": 1.25, "3": 6.0}
+
+
+def test_wrong_settings_of_tuners_are_named():
+    for bits in (0, 0.5, 9):
+        with pytest.raises(ValueError, match="bits must be from 1 to 8"):
+            SampleTuner(bits, 16)
+    with pytest.raises(ValueError, match="group"):
+        SampleTuner(2, 0)
+    with pytest.raises(ValueError, match="refresh"):
+        SampleTuner(2, 16, 0)
+    with pytest.raises(ValueError, match="refresh"):
+        LevelTuner(0)
+
+
+# Codecs with levels; those of the library, if they have the field.
+
+
+@dataclass(frozen=True)
+class _Groups(GroupQuant):
+    levels: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Blocks(BlockMean):
+    levels: tuple[float, ...] | None = None
+
+
+Groups = GroupQuant if "levels" in {f.name for f in fields(GroupQuant)} else _Groups
+Blocks = BlockMean if "levels" in {f.name for f in fields(BlockMean)} else _Blocks
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.usefixtures("stand_ins")
+def test_levels_are_those_of_the_values_at_hand(bits):
+    tuner = LevelTuner()
+    tuner.begin(0)
+    base = Groups(bits, 16, "sample")
+    x = maps([1.0, 2.0, 3.0], (8, 10, 10)).exp()
+    for site, value, positive in ((CONV[0], x - 1.5, False), (CONV[1], (x - 1.5).relu(), True)):
+        codec = tuner.codec_for(use_of(value, site), value, base)
+        expected = levels.fit_levels(levels.histogram(value.view(-1), 800, 16, positive), bits)
+        assert codec == replace(base, levels=expected)
+        assert expected != levels.uniform_levels(bits)
+    assert tuner.codec_for(use_of(x, CONV[0]), x, base).levels != codec.levels
+    assert tuner.seconds() > 0
+    last = x.to(memory_format=torch.channels_last)
+    codec = tuner.codec_for(use_of(last, CONV[2]), last, base)
+    flat = x.permute(0, 2, 3, 1).reshape(-1)
+    assert codec.levels == levels.fit_levels(levels.histogram(flat, 800, 16, True), bits)
+
+
+@pytest.mark.parametrize("rectified", [False, True])
+def test_levels_of_block_means_are_those_of_differences(rectified):
+    x = maps([1.0, 2.0, 3.0], (4, 8, 8)).exp() - 1.5
+    x = x.relu() if rectified else x
+    means = nn.functional.avg_pool2d(x, 4)
+    difference = x - means.repeat_interleave(4, 2).repeat_interleave(4, 3)
+    counts = levels.histogram(difference.view(-1), 256, 64, rectified, source=x.view(-1))
+    base = Blocks(4, 2, 2, 64)
+    tuner = LevelTuner()
+    codec = tuner.codec_for(use_of(x, NORM, need=Need.BATCH), x, base)
+    # Pooled means may differ in the last bit, which moves a value across a border of bins at most here and there.
+    assert codec == replace(base, levels=codec.levels)
+    assert levels.variance(codec.levels, counts) == pytest.approx(
+        levels.variance(levels.fit_levels(counts, 2), counts), rel=1e-3
+    )
+    plain = levels.fit_levels(levels.histogram(x.view(-1), 256, 64, rectified), 2)
+    assert codec.levels != plain
+
+
+def test_tables_are_fitted_again_when_they_are_due():
+    tuner = LevelTuner(refresh=10)
+    base = Groups(2, 64, "sample")
+    tables = {}
+    for number in range(25):
+        tuner.begin(number)
+        x = maps([1.0, 1.0], (8, 8, 8)).exp() ** (1 + number / 10)
+        for _ in range(2):  # two forwards in one step
+            tables[number] = tuner.codec_for(use_of(x, CONV[0]), x, base).levels
+        if number == 5:
+            late = tuner.codec_for(use_of(x, CONV[1]), x, base).levels
+            assert late != tables[5]
+    changes = [n for n in range(1, 25) if tables[n] != tables[n - 1]]
+    assert changes == [10, 20]
+
+
+def test_codecs_without_inner_levels_stay():
+    tuner = LevelTuner()
+    x = maps([1.0, 1.0], (8, 8, 8)).exp()
+    for base in (Groups(1, 64, "sample"), Groups(8, 64, "row"), Cast(), Blocks(4, 2, 0), Blocks(4, 2, 2, 64, True)):
+        assert tuner.codec_for(use_of(x, CONV[0]), x, base) is base
+    constant = torch.ones(2, 3, 4, 4)
+    base = Groups(2, 64, "sample")
+    assert tuner.codec_for(use_of(constant, CONV[1]), constant, base) is base
+    assert tuner.codec_for(use_of(constant, CONV[2]), constant * math.nan, base) is base
+    assert tuner.codec_for(use_of(constant[:0], CONV[3]), constant[:0], base) is base
+    wide = Groups(4, 64, "sample")  # the bits of a site may change
+    assert len(tuner.codec_for(use_of(x, CONV[1]), x, wide).levels) == 16
+
+
+@pytest.mark.parametrize("save", [through_json, through_torch])
+def test_levels_resume_exactly(save):
+    base = Groups(2, 32, "sample")
+    straight, resumed = LevelTuner(4), LevelTuner(4)
+
+    def run(tuner, number):
+        tuner.begin(number)
+        values = [maps([1.0, 2.0], (4, 6, 6), number + i).exp() for i in range(2)] + [torch.ones(1, 2, 4, 4)]
+        return [tuner.codec_for(use_of(x, CONV[i]), x, base) for i, x in enumerate(values)]
+
+    for number in range(3):
+        run(straight, number)
+    resumed.load_state_dict(save(straight.state_dict()))
+    for number in range(3, 10):
+        assert run(straight, number) == run(resumed, number)
+        assert straight.state_dict() == resumed.state_dict()
+    with pytest.raises(ValueError, match="expected a state with the keys"):
+        resumed.load_state_dict({})

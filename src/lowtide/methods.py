@@ -9,28 +9,14 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from .capture import Site
-from .codecs import BlockMean, Cast, Codec, GroupQuant, TensorMeta
+from .codecs import BlockMean, Cast, Codec, GroupQuant
 from .codecs.base import require, require_positive
 from .codecs.lossy import BITS
 from .planner import Plan
 from .rules import Need
-
-
-class Use(NamedTuple):
-    """What is known of a stored tensor when its codec is chosen: all its consumers together."""
-
-    need: Need
-    meta: TensorMeta
-    spatial: bool
-    sites: tuple[Site, ...]
-
-    @property
-    def dims(self) -> int:
-        """Trailing spatial dimensions of a feature map, 0 if the tensor is not one."""
-        return len(self.meta.shape) - 2 if self.spatial and 3 <= len(self.meta.shape) <= 5 else 0
+from .tuning import Use as Use
 
 
 class Method(ABC):

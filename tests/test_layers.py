@@ -20,8 +20,9 @@ LAYERS = [
     ["demo"],
     ["measure", "allocator"],
     ["session"],
-    ["report"],
+    ["report", "replay"],
     ["methods"],
+    ["tuning"],
     ["planner"],
     ["rules"],
     ["twins", "derive"],
@@ -29,6 +30,7 @@ LAYERS = [
     ["codecs"],
     ["ops"],
     ["kernels"],
+    ["allocation", "levels"],
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

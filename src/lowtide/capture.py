@@ -77,6 +77,15 @@ class Slot(NamedTuple):
         """A number the node saved beside its tensors, such as ``min_val`` or ``kernel_size``."""
         return getattr(self.node, f"_saved_{name}")
 
+    def watch(self, see: Callable[[Tensor], None]) -> None:
+        """Show backward's gradient of the op's first output to ``see``, which must not hold the node."""
+
+        def look(gradients: tuple[Tensor | None, ...]) -> None:
+            if gradients[0] is not None:
+                see(gradients[0])
+
+        self.node.register_prehook(look)
+
     def remember(self, value: Any) -> None:
         """Leave with the node what stands for this slot; it must not hold the node."""
         notes = self.node.metadata

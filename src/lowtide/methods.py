@@ -11,31 +11,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from .capture import Site
-from .codecs import BlockMean, Cast, Codec, GroupQuant, Projection, TensorMeta
+from torch import nn
+
+from .codecs import BlockMean, Cast, Codec, GroupQuant, Projection
 from .codecs.base import layout_of, require, require_positive
 from .codecs.lossy import BITS
 from .planner import Plan
 from .rules import Need
+from .tuning import Tuner, Use
 from .twins import pooled_convolution
-
-
-class Use(NamedTuple):
-    """What is known of a stored tensor when its codec is chosen: all its consumers together."""
-
-    need: Need
-    meta: TensorMeta
-    spatial: bool
-    sites: tuple[Site, ...]
-    derivable: bool = False
-    """Tensors stored anyway are enough to rebuild it: ``Derived()`` may be its codec."""
-
-    @property
-    def dims(self) -> int:
-        """Trailing spatial dimensions of a feature map, 0 if the tensor is not one."""
-        return len(self.meta.shape) - 2 if self.spatial and 3 <= len(self.meta.shape) <= 5 else 0
 
 
 class Method(ABC):
@@ -53,6 +39,10 @@ class Method(ABC):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Callable[..., Any] | None:
         """Another callable for this call of torch, with the same result and a thriftier backward; None for none."""
+        return None
+
+    def tuner(self, model: nn.Module) -> Tuner | None:
+        """A new learner for a session, if the method adapts while training."""
         return None
 
 

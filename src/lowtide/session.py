@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import threading
 import warnings
 import weakref
@@ -23,12 +24,13 @@ from torch import Tensor, nn
 from . import capture, kernels, ops
 from .capture import Capture, Site, Slot
 from .codecs import FLOATS, BlockMean, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
-from .codecs.base import layout_of
+from .codecs.base import flatten, layout_of
 from .derive import Origin, origin_of
-from .methods import Method, Use, resolve
+from .methods import Method, resolve
 from .planner import Plan
 from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport
 from .rules import Need, rule_for
+from .tuning import Use
 
 MIN_NUMEL = 4096
 """Smaller tensors stay exact: they hold few bytes, and packing one costs some 20 microseconds."""
@@ -226,6 +228,7 @@ class Session:
 
     def __init__(self, model: nn.Module, method: Method, seed: int, min_numel: int, derive: bool) -> None:
         self.method = method
+        self._tuner = method.tuner(model)
         self._derive_all = derive
         self._derives = derive or method.derives
         self.seed = seed
@@ -271,6 +274,8 @@ class Session:
         self._rows.clear()
         self._forget()
         self._forwards = 0
+        if self._tuner is not None:
+            self._tuner.begin(self.step)
         self._start_forward()
         self._capture.__enter__()
         self._entered = 1
@@ -385,6 +390,9 @@ class Session:
         light = _Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
         if self._derives:
             slot.remember(light)
+        tuner = self._tuner
+        if tuner is not None and consumer.lossless is None and tuner.wants_gradient(consumer.site, consumer.need):
+            slot.watch(lambda gradient: tuner.observe(consumer.site, gradient))
         slot.saved.register_hooks(lambda _: light, self._unpack)
         if self._abilities.sole is None:
             self._seal_if_ours(handle)
@@ -496,8 +504,9 @@ class Session:
         else:
             plans = [(key, key[0], key[1], consumers) for key, consumers in views.items()]
         total, chosen = 0, []
-        for _, meta, _, consumers in plans:
-            codec, lossless, why = self._choose(meta, consumers, handle.origin if len(plans) == 1 else None)
+        for key, meta, offset, consumers in plans:
+            tensor = _part_of(raw, meta, offset)
+            codec, lossless, why = self._choose(tensor, meta, consumers, handle.origin if key is None else None)
             if why is not None:
                 handle.row.why = why
                 return
@@ -510,9 +519,7 @@ class Session:
             return
         try:
             for (key, meta, offset, consumers), (codec, lossless) in zip(plans, chosen, strict=True):
-                tensor = raw
-                if raw.shape != meta.shape or raw.stride() != meta.stride or raw.storage_offset() != offset:
-                    tensor = raw.as_strided(meta.shape, meta.stride, offset)
+                tensor = _part_of(raw, meta, offset)
                 handle.parts[key] = self._encode(handle, tensor, meta, consumers, codec, lossless)
         except NotRepresentable as reason:
             handle.parts.clear()
@@ -523,11 +530,13 @@ class Session:
         handle.row.compressed(total, *dict.fromkeys(used))
 
     def _choose(
-        self, meta: TensorMeta, consumers: list[_Consumer], origin: Origin | None
+        self, tensor: Tensor, meta: TensorMeta, consumers: list[_Consumer], origin: Origin | None
     ) -> tuple[Codec | None, list[Codec], str | None]:
         """Codec for the values, lossless codecs, or why the tensor stays."""
         lossless: list[Codec] = []
-        derivable = origin is not None and (not origin.rectified or any(_masks(c, meta) for c in consumers))
+        rectified = any(_masks(c, meta) for c in consumers)
+        if origin is not None and origin.rectified and not rectified:
+            origin = None
         need, spatial, sites = Need.LOSSLESS, False, []
         for consumer in consumers:
             sites.append(consumer.site)
@@ -540,9 +549,13 @@ class Session:
             return None, lossless, None
         if meta.numel < self._min_numel:
             return Raw(), lossless, None
-        if derivable and self._derive_all:
+        if origin is not None and self._derive_all:
             return Derived(), lossless, None
-        codec = self.method.codec_for(Use(need, meta, spatial, tuple(sites), derivable))
+        sources = () if origin is None else _sites_of(origin)
+        use = Use(need, meta, spatial, tuple(sites), sources, rectified)
+        codec = self.method.codec_for(use)
+        if codec is not None and self._tuner is not None:
+            codec = self._tuner.codec_for(use, tensor, codec, _rebuild(origin, tensor, meta))
         return codec, lossless, None if codec is not None else f"{self.method.name} keeps these values"
 
     def _encode(
@@ -617,6 +630,8 @@ class Session:
         if self._abilities.sole is None:
             notes.append("torch hides storage owners: tensors were encoded as soon as they were saved")
         slow = {name: state for name, state in kernels.status().items() if not state.startswith("numba")}
+        if self._tuner is not None and self._tuner.seconds():
+            notes.append(f"deciding and measuring took {1e3 * self._tuner.seconds():.1f} ms since the session began")
         if slow:
             notes.append(f"slow reference kernels served for {', '.join(slow)} ({next(iter(slow.values()))})")
         return Report(_describe(self.method), rows, tuple(notes))
@@ -627,9 +642,31 @@ def _masks(consumer: _Consumer, meta: TensorMeta) -> bool:
     return consumer.rectified and consumer.lossless is not None and consumer.view.numel == meta.numel
 
 
+def _part_of(raw: Tensor, meta: TensorMeta, offset: int) -> Tensor:
+    if raw.shape == meta.shape and raw.stride() == meta.stride and raw.storage_offset() == offset:
+        return raw
+    return raw.as_strided(meta.shape, meta.stride, offset)
+
+
+def _sites_of(origin: Origin) -> tuple[Site, ...]:
+    return tuple(s.handle.consumers[0].site for s in origin.sources if isinstance(s, _Reference))
+
+
+def _rebuild(origin: Origin | None, tensor: Tensor, meta: TensorMeta) -> Callable[[], Tensor] | None:
+    """Makes the tensor again from its sources as they are stored, as backward would."""
+    if origin is None:
+        return None
+    made = origin
+
+    def rebuild() -> Tensor:
+        support = ops.pack_band(flatten(tensor)[0], 0.0, math.inf, False, True) if made.rectified else None
+        return _Rebuilt(made, meta).decode(support)
+
+    return rebuild
+
+
 def _place(origin: Origin) -> str:
-    places = [str(s.handle.row.site) for s in origin.sources if isinstance(s, _Reference)]
-    return f"{origin.op} of {' and '.join(places)}"
+    return f"{origin.op} of {' and '.join(map(str, _sites_of(origin)))}"
 
 
 def _describe(method: Method) -> str:
@@ -683,15 +720,23 @@ class Attachment:
         """What was saved in the last forward, how it is stored, and why."""
         return self._session.report()
 
-    def state_dict(self) -> dict[str, int]:
-        """Seed and step: with the model's and optimizer's state, enough to resume bit for bit."""
-        return {"seed": self._session.seed, "step": self._session.step}
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, step and what the method learned: with the model's and optimizer's, enough to resume bit for bit."""
+        session = self._session
+        learned = {} if session._tuner is None else {"learned": session._tuner.state_dict()}
+        return {"seed": session.seed, "step": session.step, **learned}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from ``state``."""
-        if set(state) != {"seed", "step"}:
-            raise ValueError(f"expected the keys 'seed' and 'step'; got {sorted(state)}")
-        self._session.seed, self._session.step = int(state["seed"]), int(state["step"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``, which must come from the same method."""
+        session = self._session
+        expected = {"seed", "step"} | ({"learned"} if session._tuner is not None else set())
+        if set(state) != expected:
+            raise ValueError(
+                f"{session.method.name} expects the keys {', '.join(sorted(expected))}; got {sorted(state)}"
+            )
+        session.seed, session.step = int(state["seed"]), int(state["step"])
+        if session._tuner is not None:
+            session._tuner.load_state_dict(state["learned"])
 
 
 # Hooks are closures, not bound methods: copy.deepcopy of a model then leaves the session alone.

@@ -1,0 +1,179 @@
+"""Who gets the bits: least total error under a budget. Pure functions of tensors and lists.
+
+Both allocators are the greedy solution of a linear relaxation: steps that lower the error are taken in the order
+of gain per unit of budget. Because each item's gains fall from step to step, taking them in this order is optimal
+until the first step that no longer fits, and what is lost after it is at most the gain of that one step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8)
+
+_ROUNDS = 8
+
+
+def allocate(cost: Tensor, weight: Tensor | int, budget: Tensor | int, widths: Sequence[int] = WIDTHS) -> Tensor:
+    """Bits ``b`` that minimise ``sum(cost / (2**b - 1)**2)`` under ``sum(weight * b) <= budget``.
+
+    ``weight`` is a whole number for each item (or one for all), ``b`` is one of ``widths``. Where all steps weigh the
+    same (equal weights, ``widths`` without gaps) the result is optimal. Otherwise its objective is above the optimum
+    by at most the gain of one step: the first, in order of gain per weight, that did not fit. What is left
+    after that step goes to later steps that do fit, in a few rounds; each round ends the hopes of one size of step,
+    so the filling is complete for up to eight sizes.
+
+    Ties are level: of equal gains the lower width is raised first, then the first item, so equal costs (or none
+    known: all zero) give widths that differ by one step at most. A cost that is negative or not finite counts as the
+    largest finite one: such an item is treated as delicate but cannot starve the others.
+
+    Nothing is read back from a device, unless ``weight`` lies on one. A ``budget`` that is a tensor is not
+    checked: below the minimum, every item gets the least width.
+
+    >>> allocate(torch.ones(5), 1, 12).tolist()
+    [3, 3, 2, 2, 2]
+    >>> allocate(torch.tensor([1.0, 100.0]), 1, 6).tolist()
+    [2, 4]
+    """
+    table = _checked(widths)
+    items = cost.numel()
+    weights = torch.full((items,), weight) if isinstance(weight, int) else weight
+    _check_weights(cost, weights)
+    least = table[0] * int(weights.sum())
+    if not isinstance(budget, Tensor) and budget < least:
+        raise ValueError(
+            f"a budget of {budget} is too small: {items} items of total weight {int(weights.sum())} need at least "
+            f"{least} with {table[0]} bits each; raise the budget or allow smaller widths"
+        )
+    device = cost.device
+    step_bits = [high - low for low, high in itertools.pairwise(table)]
+    rounds = min(_ROUNDS, len(torch.unique(weights)) * len(set(step_bits))) if items else 0
+    weights = weights.to(device)
+    steps = torch.tensor(step_bits, device=device)
+    error = [1.0 / (2**b - 1) ** 2 for b in table]
+    gain = torch.tensor([a - b for a, b in itertools.pairwise(error)], dtype=torch.float64, device=device)
+
+    # One row for each step, so that a stable sort raises lower widths first; an item's own steps stay in order.
+    size = steps[:, None] * weights
+    worth = (gain / steps)[:, None] * (_sound(cost) / weights)
+    order = torch.sort(worth.view(-1), descending=True, stable=True).indices
+    left = budget.to(device) - least if isinstance(budget, Tensor) else torch.tensor(budget - least, device=device)
+    taken = torch.zeros(size.shape, dtype=torch.bool, device=device)
+    for _ in range(rounds):
+        open_ = (taken | (size <= left)).cumprod(0).bool() & ~taken
+        offered = (size * open_).view(-1)[order]
+        fits = (offered.cumsum(0) <= left) & (offered > 0)
+        left = left - (offered * fits).sum()
+        taken.view(-1)[order] |= fits
+    return (taken * steps[:, None]).sum(0) + table[0]
+
+
+def _checked(widths: Sequence[int]) -> tuple[int, ...]:
+    table = tuple(sorted(set(widths)))
+    if not table or table[0] < 1 or table[-1] > 16:
+        raise ValueError(f"widths must be whole numbers from 1 to 16, at least one; got {tuple(widths)}")
+    return table
+
+
+def _check_weights(cost: Tensor, weights: Tensor) -> None:
+    if cost.dim() != 1 or weights.shape != cost.shape or weights.is_floating_point():
+        raise ValueError(
+            f"cost and weight must be vectors of one length, weight of whole numbers; got shapes {tuple(cost.shape)} "
+            f"and {tuple(weights.shape)}, weight of {weights.dtype}"
+        )
+    if weights.numel() and int(weights.min()) < 1:
+        raise ValueError(f"every weight must be at least 1; got {int(weights.min())}")
+
+
+def _sound(cost: Tensor) -> Tensor:
+    """Costs in float64, relative to the largest; what is no cost counts as the largest."""
+    cost = cost.to(torch.float64)
+    sound = torch.isfinite(cost) & (cost >= 0)
+    if not cost.numel():
+        return cost
+    largest = torch.where(sound, cost, 0.0).max()
+    return torch.where(sound, cost, largest) / torch.where(largest > 0, largest, 1.0)
+
+
+def choose(cost: Sequence[Sequence[float]], nbytes: Sequence[Sequence[int]], budget: int) -> list[int]:
+    """For each site the index of one option, so that the errors' sum is small and the bytes' sum within ``budget``.
+
+    ``cost[i][k]`` is the error of option ``k`` at site ``i``, ``nbytes[i][k]`` its bytes. The sum of errors is above
+    the optimum by at most the gain of one option: the first improvement, in order of error per byte along
+    each site's lower convex hull, that did not fit. What is left goes to any options that still fit, also those off the
+    hull. An error that is not finite is worse than all finite ones together.
+
+    >>> choose([[9.0, 1.0, 0.0], [5.0, 4.0, 0.0]], [[10, 20, 40], [10, 20, 40]], 50)
+    [2, 0]
+    >>> choose([[9.0, 1.0, 0.0], [5.0, 4.0, 0.0]], [[10, 20, 40], [10, 20, 40]], 60)
+    [1, 2]
+    """
+    if [len(c) for c in cost] != [len(b) for b in nbytes] or not all(cost):
+        raise ValueError(
+            "cost and nbytes must list the same options, at least one a site; got "
+            f"{[len(c) for c in cost]} and {[len(b) for b in nbytes]} options"
+        )
+    errors = _finite(cost)
+    cheapest = [min(zip(b, e, range(len(e)), strict=True))[2] for e, b in zip(errors, nbytes, strict=True)]
+    left = budget - sum(b[k] for b, k in zip(nbytes, cheapest, strict=True))
+    if left < 0:
+        raise ValueError(
+            f"a budget of {budget} bytes is too small: the cheapest options of all {len(cost)} sites take "
+            f"{budget - left} bytes; raise the budget or offer smaller options"
+        )
+    # Options beyond the room left can be in no solution; without them the bound is tighter.
+    hulls = [_hull(e, b, first, b[first] + left) for e, b, first in zip(errors, nbytes, cheapest, strict=True)]
+    steps = sorted(
+        (-(errors[i][low] - errors[i][high]) / (nbytes[i][high] - nbytes[i][low]), i, low, high)
+        for i, hull in enumerate(hulls)
+        for low, high in itertools.pairwise(hull)
+    )
+    chosen = cheapest
+    for _, i, low, high in steps:
+        price = nbytes[i][high] - nbytes[i][low]
+        if chosen[i] == low and price <= left:
+            chosen[i], left = high, left - price
+    while (better := _best_swap(errors, nbytes, chosen, left)) is not None:
+        i, k = better
+        chosen[i], left = k, left - (nbytes[i][k] - nbytes[i][chosen[i]])
+    return chosen
+
+
+def _finite(cost: Sequence[Sequence[float]]) -> list[list[float]]:
+    worst = 1.0 + 2.0 * sum(max((abs(e) for e in errors if math.isfinite(e)), default=0.0) for errors in cost)
+    return [[float(e) if math.isfinite(e) else worst for e in errors] for errors in cost]
+
+
+def _hull(errors: Sequence[float], nbytes: Sequence[int], first: int, limit: int) -> list[int]:
+    """Options on the lower convex hull from ``first``, by rising bytes and falling error."""
+    hull = [first]
+    for k in sorted(range(len(errors)), key=lambda k: (nbytes[k], errors[k])):
+        if nbytes[k] > limit or errors[k] >= errors[hull[-1]]:
+            continue
+        while len(hull) > 1 and _slope(errors, nbytes, hull[-2], hull[-1]) >= _slope(errors, nbytes, hull[-1], k):
+            hull.pop()
+        hull.append(k)
+    return hull
+
+
+def _slope(errors: Sequence[float], nbytes: Sequence[int], low: int, high: int) -> float:
+    return (errors[high] - errors[low]) / (nbytes[high] - nbytes[low])
+
+
+def _best_swap(
+    errors: Sequence[Sequence[float]], nbytes: Sequence[Sequence[int]], chosen: Sequence[int], left: int
+) -> tuple[int, int] | None:
+    """The change of one option that lowers the error most and still fits."""
+    swaps = (
+        (errors[i][now] - errors[i][k], -i, -k)
+        for i, now in enumerate(chosen)
+        for k in range(len(errors[i]))
+        if errors[i][k] < errors[i][now] and nbytes[i][k] - nbytes[i][now] <= left
+    )
+    best = max(swaps, default=None)
+    return None if best is None else (-best[1], -best[2])

@@ -1,0 +1,177 @@
+"""Running a model on the side: a probe that leaves training as if it had never been.
+
+Sensitivity is measured by repeating a step with one thing changed. The repetition must see the same random numbers and
+must not move batch statistics, gradients or random streams that the real training will use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put back on exit, also after an exception, what running ``model`` changes.
+
+    Buffers (the same tensors with the same bits), ``.grad`` of parameters (the same tensors, which are set aside, so
+    that nothing is added to them; inside, every ``.grad`` starts as None), ``requires_grad``, training flags, and the
+    random states of torch on the CPU and the accelerator, of Python and of NumPy. Parameters' values and the
+    optimizer are not watched: do not step inside. Nor are generators and plain attributes of the user's own. Open it
+    between steps, not between a forward and its backward.
+    """
+    modules = list(model.modules())
+    parameters = list(model.parameters())
+    training = [m.training for m in modules]
+    gradients = [p.grad for p in parameters]
+    required = [p.requires_grad for p in parameters]
+    buffers = [(m, name, b, b.detach().clone()) for m in modules for name, b in m.named_buffers(recurse=False)]
+    restore_random = _random_states()
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for module, flag in zip(modules, training, strict=True):
+            module.training = flag
+        for parameter, gradient, flag in zip(parameters, gradients, required, strict=True):
+            parameter.grad = gradient
+            parameter.requires_grad_(flag)
+        with torch.no_grad():
+            for module, name, buffer, saved in buffers:
+                if getattr(module, name, None) is not buffer:
+                    setattr(module, name, buffer)
+                if buffer.shape != saved.shape:
+                    buffer.resize_(saved.shape)
+                buffer.copy_(saved)
+        restore_random()
+
+
+def _random_states() -> Callable[[], None]:
+    """Remember every global random state; the result puts them back."""
+    python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    accelerator = _accelerator()
+    many = hasattr(accelerator, "get_rng_state_all")
+    states = None
+    if accelerator is not None:
+        states = accelerator.get_rng_state_all() if many else accelerator.get_rng_state()
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_rng_state(cpu)
+        if accelerator is not None:
+            accelerator.set_rng_state_all(states) if many else accelerator.set_rng_state(states)
+
+    return restore
+
+
+def _accelerator() -> Any:
+    """The module of the accelerator in use, such as ``torch.cuda``; None if there is none or it was never used."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    initialized = getattr(module, "is_initialized", None)
+    return None if initialized is not None and not initialized() else module
+
+
+def gradients(model: nn.Module, closure: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Gradients of the loss that ``closure`` returns, by parameter name, with nothing disturbed.
+
+    Parameters that are frozen or not reached are absent; a shared one appears under its first name. They
+    are taken with ``torch.autograd.grad``, so hooks that run when ``.grad`` is ready (an optimizer fused into
+    backward, an all-reduce) stay still. Reentrant checkpointing does not allow that; use ``use_reentrant=False``.
+    """
+    with undisturbed(model), torch.enable_grad():
+        loss = closure()
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(f"closure must return a loss of one value that depends on parameters; got {loss!r}")
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+
+
+_ROWS = 256
+_CHUNK = 64
+
+
+class Sketch:
+    """A small linear image of a whole gradient: ``width`` numbers for each parameter.
+
+    Each element gets a sign and a bucket from a hash of (seed, parameter, index), and buckets are summed. So the
+    sketch of a difference is the difference of sketches, and over seeds the square of its norm is expected to be the
+    square of the difference's norm. For each parameter the variance of that square is about ``2 / width`` of its
+    square, and at most ``4 / width``. Gradients of many probes can be compared without keeping any of them.
+
+    Norms of parameters' gradients, which ALAM compares, cannot replace this: noise is nearly orthogonal to a
+    gradient, and a change ``e`` orthogonal to ``g`` moves the norm by ``|e|**2 / (2 |g|)`` only.
+
+    One table of signs and places serves all blocks of ``256 * width`` elements; a block rotates its buckets and adds a
+    sign to each. Signs of different elements stay independent in pairs, which is all the expectation needs. The second
+    ``2 / width`` is for gradients whose blocks are all alike, because they share the table.
+    """
+
+    def __init__(self, model: nn.Module, width: int = 256, seed: int = 0) -> None:
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise ValueError(f"width must be a whole number of at least 1; got {width!r}")
+        self.names = tuple(name for name, _ in model.named_parameters())
+        self.width = width
+        self.seed = seed
+        bits = _hash64(_key(f"{seed}/table"), torch.arange(_ROWS * width))
+        self._place = {torch.device("cpu"): torch.sort(bits, stable=True).indices}
+        self._sign = {torch.device("cpu"): _signs(_hash64(_key(f"{seed}/sign"), torch.arange(_ROWS * width)))}
+
+    def of(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Sketches as (parameters, width) in float32, in the order of :attr:`names`; absent gradients are zero."""
+        unknown = sorted(set(gradients) - set(self.names))
+        if unknown:
+            raise ValueError(f"the model has no parameters named {unknown}; gradients go by named_parameters()")
+        device = next((g.device for g in gradients.values()), torch.device("cpu"))
+        out = torch.zeros(len(self.names), self.width, device=device)
+        for row, name in zip(out, self.names, strict=True):
+            gradient = gradients.get(name)
+            if gradient is not None:
+                row.copy_(self._row(name, gradient.detach().reshape(-1)))
+        return out
+
+    def _row(self, name: str, gradient: Tensor) -> Tensor:
+        block, device = _ROWS * self.width, gradient.device
+        if device not in self._place:
+            cpu = torch.device("cpu")
+            self._place[device], self._sign[device] = self._place[cpu].to(device), self._sign[cpu].to(device)
+        place, sign = self._place[device], self._sign[device]
+        blocks = -(-gradient.numel() // block)
+        own = _hash64(_key(f"{self.seed}/{name}"), torch.arange(blocks * self.width)).view(-1, self.width).to(device)
+        turn = ((own[:, :1] >> 1) & 0xFFFFFF) + torch.arange(self.width, device=device)
+        total = torch.zeros(self.width, device=device)
+        for first in range(0, blocks, _CHUNK):
+            piece = gradient[first * block : (first + _CHUNK) * block].to(torch.float32)
+            piece = nn.functional.pad(piece, (0, -piece.numel() % block)).view(-1, block) * sign
+            sums = piece[:, place].view(-1, _ROWS, self.width).sum(1)
+            cut = slice(first, first + len(sums))
+            total += (sums.gather(1, turn[cut] % self.width) * _signs(own[cut])).sum(0)
+        return total
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _hash64(key: int, index: Tensor) -> Tensor:
+    """64 mixed bits for each index: multiplications wrap, shifts are made logical by a mask."""
+    x = (index ^ key) * -0x61C8864680B583EB
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _signs(bits: Tensor) -> Tensor:
+    return 1.0 - 2.0 * (bits & 1).to(torch.float32)

@@ -597,16 +597,17 @@ def test_a_tensor_of_two_layers_costs_what_both_lose():
     x, other = TENSORS[CONV[0]], TENSORS[CONV[1]]
     tuner = SampleTuner(2, 16)
     relu = Site("relu", "Relu", "result", 0)
+    seen = {site: torch.full((4, 9), value) for site, value in ((CONV[0], 2.0), (CONV[1], 3.0), (CONV[2], 2.5))}
     for number in range(2):
         tuner.begin(number)
         codec = tuner.codec_for(use_of(x, relu, CONV[0], CONV[2]), x, BASE)
         decide(tuner, CONV[1], other)
-        for site in (CONV[0], CONV[1], CONV[2]):
-            tuner.observe(site, GRADIENTS[site])
-    both = GRADIENTS[CONV[0]].square().flatten(1).sum(1).mean() + GRADIENTS[CONV[2]].square().flatten(1).sum(1).mean()
-    equal = {CONV[0]: torch.full((1, 1), math.sqrt(both)), CONV[1]: GRADIENTS[CONV[1]]}
-    won = pooled({CONV[0]: x, CONV[1]: other}, equal, 2, {})
-    assert bits_of(codec, 4) == greedy(energies(x), [1] * 4, won[CONV[0]])
+        for site, gradient in seen.items():
+            tuner.observe(site, gradient)
+    pair = {CONV[0]: x, CONV[1]: other}
+    won = pooled(pair, {**seen, CONV[0]: torch.full((4, 9), math.hypot(2.0, 2.5))}, 2, {})[CONV[0]]
+    assert won != pooled(pair, {**seen, CONV[0]: seen[CONV[2]]}, 2, {})[CONV[0]], "the larger alone would do as well"
+    assert bits_of(codec, 4) == greedy(energies(x), [1] * 4, won)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -690,7 +691,7 @@ def test_bits_resume_exactly(save):
     def gradients(number):
         return {site: g * math.exp(math.sin(number * (i + 1))) for i, (site, g) in enumerate(GRADIENTS.items())}
 
-    straight, resumed = SampleTuner(2, 16, 2), SampleTuner(2, 16, 2)
+    straight, resumed = SampleTuner(2, 16, 3), SampleTuner(2, 16, 3)
     for number in range(3):
         step(straight, number, changed(number), gradients(number))
     straight.observe(CONV[2], GRADIENTS[CONV[2]] * math.nan)

@@ -22,6 +22,7 @@ LAYERS = [
     ["session"],
     ["report", "replay"],
     ["methods"],
+    ["mixing"],
     ["tuning"],
     ["planner"],
     ["rules"],

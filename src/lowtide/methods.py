@@ -15,12 +15,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from .capture import Site
 from .codecs import BlockMean, Cast, Codec, GroupQuant, Projection
 from .codecs.base import layout_of, require, require_positive
 from .codecs.lossy import BITS
+from .mixing import BitTuner, MixTuner, Probed
 from .planner import Plan
 from .rules import Need
-from .tuning import Tuner, Use
+from .tuning import LevelTuner, SampleTuner, Tuner, Use, taps
 from .twins import pooled_convolution
 
 
@@ -77,20 +79,47 @@ class Lossless(Method):
 
 @dataclass(frozen=True)
 class ActNN(Method):
-    """Random rounding in groups within a sample (Chen et al. 2021), the same bits for each layer."""
+    """Random rounding in groups within a sample (Chen et al. 2021); bits by sample and layer from level L3 on.
+
+    ``level`` as published: L0 only what is lossless; L1 4 bits, batch norms exact; L2 4 bits for all; L3 ``bits`` (2)
+    on average, given to the samples and layers of maps where they lower the variance of the gradient most. ``bits``
+    replaces a level's own; a fraction goes with L3.
+    """
 
     name: ClassVar[str] = "actnn"
-    bits: int = 2
+    bits: float | None = None
+    level: str = "L3"
     group: int = 256
     propagating_bits: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.bits, self.propagating_bits)
+        require(self.level, _LEVELS, "level")
+        if self.bits is not None and self._adapts:
+            _average(self.bits)
+        _check(self._whole, self.propagating_bits)
         require_positive(self.group, "group")
 
+    @property
+    def _adapts(self) -> bool:
+        return self.level >= "L3"
+
+    @property
+    def _whole(self) -> int:
+        """Bits where they do not vary."""
+        bits = (2 if self._adapts else 4) if self.bits is None else self.bits
+        return math.ceil(bits) if self._adapts else bits  # type: ignore[return-value]
+
     def codec_for(self, use: Use) -> Codec | None:
-        """Groups for everything."""
-        return _groups(use, self.bits, self.group, self.propagating_bits)
+        """Groups for everything, from level L2 on."""
+        if self.level == "L0" or (self.level == "L1" and use.need is Need.BATCH):
+            return None
+        return _groups(use, self._whole, self.group, self.propagating_bits)
+
+    def tuner(self, model: nn.Module) -> Tuner | None:
+        """Bits for samples and layers."""
+        if not self._adapts:
+            return None
+        return SampleTuner(2 if self.bits is None else self.bits, self.group, taps=taps(model))
 
 
 @dataclass(frozen=True)
@@ -184,6 +213,86 @@ _WIDE = 32
 
 
 @dataclass(frozen=True)
+class TinyScript(Method):
+    """Random rounding to levels that lie where the values are (Fu et al. 2020), fitted every ``refresh`` steps."""
+
+    name: ClassVar[str] = "tinyscript"
+    bits: int = 2
+    group: int = 256
+    refresh: int = 500
+    propagating_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.bits, self.propagating_bits)
+        require_positive(self.group, "group")
+        require_positive(self.refresh, "refresh")
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Groups; the tuner gives them their levels."""
+        return _groups(use, self.bits, self.group, self.propagating_bits)
+
+    def tuner(self, model: nn.Module) -> Tuner | None:
+        """Levels for each site."""
+        return LevelTuner(self.refresh)
+
+
+@dataclass(frozen=True)
+class Gact(Method):
+    """Any op, ``bits`` on average, divided among tensors by probes of the gradient (Liu et al. 2022).
+
+    Every tensor has the same bits until ``adapt(closure)`` of the session or attachment is called.
+    """
+
+    name: ClassVar[str] = "gact"
+    bits: float = 4
+    group: int = 256
+    propagating_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        _average(self.bits)
+        _check(math.ceil(self.bits), self.propagating_bits)
+        require_positive(self.group, "group")
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Groups for everything."""
+        return _groups(use, math.ceil(self.bits), self.group, self.propagating_bits)
+
+    def tuner(self, model: nn.Module) -> Tuner | None:
+        """Bits for each tensor."""
+        return BitTuner(self.bits, self.group)
+
+
+@dataclass(frozen=True)
+class Auto(Method):
+    """The best of all codecs for each tensor under ``bits`` on average; rebuilt from others where that is better.
+
+    The average is that of values which a weight gradient or a batch norm reads; what propagates has bits of its own.
+    The first step measures and stores 2 bits; ``adapt(closure)`` replaces a formula by probes.
+    """
+
+    name: ClassVar[str] = "auto"
+    derives: ClassVar[bool] = True
+    bits: float = 2.3
+    group: int = 256
+    propagating_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        _average(self.bits)
+        _check(2, self.propagating_bits)
+        require_positive(self.group, "group")
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Until more is known: block means for inputs of batch norms, groups for the rest."""
+        if use.need is Need.BATCH and use.dims and max(use.meta.shape[2:]) > 1:
+            return BlockMean(8, use.dims, 2, self.group)
+        return _groups(use, 2, self.group, self.propagating_bits)
+
+    def tuner(self, model: nn.Module) -> Tuner | None:
+        """A codec for each tensor."""
+        return MixTuner(self.bits, self.group, taps(model))
+
+
+@dataclass(frozen=True)
 class CastAll(Method):
     """Every value in a smaller float type: bfloat16, float16, float8_e4m3fn or float8_e5m2."""
 
@@ -224,20 +333,59 @@ class Planned(Method):
         return next((c for s in use.sites if (c := self.plan.codec_for(s)) is not None), None)
 
 
+@dataclass(frozen=True)
+class Survey(Method):
+    """Everything exact; notes what a tuner would like to probe, and with which codec."""
+
+    name: ClassVar[str] = "survey"
+    asker: Probed
+    found: dict[Site, tuple[Use, Codec]]
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Nothing is compressed."""
+        codec = self.asker.probe_codec(use)
+        if codec is not None:
+            self.found[use.sites[0]] = (use, codec)
+        return None
+
+
+@dataclass(frozen=True)
+class Only(Method):
+    """One tensor by one codec, everything else exact."""
+
+    name: ClassVar[str] = "only"
+    site: Site
+    codec: Codec
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """The one at ``site``."""
+        return self.codec if self.site in use.sites else None
+
+
+_LEVELS = ("L0", "L1", "L2", "L3")
+
+
+def _average(bits: float) -> None:
+    if isinstance(bits, bool) or not isinstance(bits, (int, float)) or not 1 <= bits <= 8:
+        raise ValueError(f"bits must be a number from 1 to 8, the average; got {bits!r}")
+
+
 def _check(bits: int, propagating: int | None) -> None:
     require(bits, BITS, "bits")
     if propagating is not None:
         require(propagating, BITS, "propagating_bits")
 
 
-_NAMED: dict[str, type[Method]] = {m.name: m for m in (Lossless, Division, ActNN, Pool, LowRank, CastAll)}
+_NAMED: dict[str, type[Method]] = {
+    m.name: m for m in (Lossless, Auto, Division, ActNN, Gact, TinyScript, Pool, LowRank, CastAll)
+}
 
 
 def methods() -> dict[str, str]:
     """Every method by name, with its options and what it does.
 
     >>> print(*methods(), sep=", ")
-    lossless, division, actnn, pool, lowrank, cast
+    lossless, auto, division, actnn, gact, tinyscript, pool, lowrank, cast
     """
     return {name: f"{name}{_options(kind)}: {(kind.__doc__ or '').splitlines()[0]}" for name, kind in _NAMED.items()}
 

@@ -26,8 +26,10 @@ from .capture import Capture, Site, Slot
 from .codecs import FLOATS, BlockMean, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
 from .codecs.base import flatten, layout_of
 from .derive import Origin, origin_of
-from .methods import Method, resolve
+from .methods import Method, Only, Survey, resolve
+from .mixing import Probed
 from .planner import Plan
+from .replay import Sketch, gradients
 from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport
 from .rules import Need, rule_for
 from .tuning import Use
@@ -229,6 +231,8 @@ class Session:
     def __init__(self, model: nn.Module, method: Method, seed: int, min_numel: int, derive: bool) -> None:
         self.method = method
         self._tuner = method.tuner(model)
+        self._probing = False
+        self._probe: tuple[Callable[[], Tensor], int] | None = None
         self._derive_all = derive
         self._derives = derive or method.derives
         self.seed = seed
@@ -619,6 +623,52 @@ class Session:
             self._decoded = weakref.ref(handle)
         return decoded
 
+    # ------------------------------------------------------------ probes
+
+    def adapt(self, closure: Callable[[], Tensor], *, every: int | None = None) -> None:
+        """Measure what rounding each tensor does to the gradient, and let the method decide anew.
+
+        ``closure`` runs the forward on a batch of your choice, best a small one, and returns the loss. One exact pass,
+        then one more for each stored tensor; gradients are compared by sketches, none is kept. Weights, buffers,
+        ``.grad`` and random states are as before. With ``every`` it is repeated before each such number of steps.
+        """
+        tuner = self._tuner
+        if not isinstance(tuner, Probed):
+            raise TypeError(f"method {self.method.name!r} does not adapt to probes; use 'gact' or 'auto'")
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"every must be a whole number of at least 1; got {every!r}")
+        if self._entered:
+            raise RuntimeError("adapt() runs forwards of its own; call it between steps, not inside the session")
+        self._probe = None if every is None else (closure, every)
+        sketch = Sketch(self._model)
+        uses: dict[Site, tuple[Use, Codec]] = {}
+        with tuner.timed():
+            self._probing = True
+            try:
+                survey = Survey(tuner, uses)
+                exact = self._sketch(sketch, closure, survey)
+                found = []
+                for use, codec in uses.values():
+                    change = self._sketch(sketch, closure, Only(use.sites[0], codec)) - exact
+                    square = float(change.square().sum(dtype=torch.float64))
+                    found.append((use, square if math.isfinite(square) else math.inf))
+            finally:
+                self._probing = False
+        tuner.measured(found)
+
+    def _sketch(self, sketch: Sketch, closure: Callable[[], Tensor], method: Method) -> Tensor:
+        """The gradient with what ``method`` compresses, in a session of its own that no other counts."""
+        session = Session(self._model, method, self.seed, self._min_numel, False)
+
+        def inside() -> Tensor:
+            session._open()
+            try:
+                return closure()
+            finally:
+                session._close()
+
+        return sketch.of(gradients(self._model, inside))
+
     # ------------------------------------------------------------ report
 
     def report(self) -> Report:
@@ -720,6 +770,10 @@ class Attachment:
         """What was saved in the last forward, how it is stored, and why."""
         return self._session.report()
 
+    def adapt(self, closure: Callable[[], Tensor], *, every: int | None = None) -> None:
+        """See :meth:`Session.adapt`."""
+        self._session.adapt(closure, every=every)
+
     def state_dict(self) -> dict[str, Any]:
         """Seed, step and what the method learned: with the model's and optimizer's, enough to resume bit for bit."""
         session = self._session
@@ -744,6 +798,8 @@ class Attachment:
 
 def _opener(session: Session) -> Callable[..., None]:
     def open_session(module: nn.Module, args: Any) -> None:
+        if session._probing:
+            return
         if session._entered and session._thread != threading.get_ident():
             return  # a forward in another thread stays exact
         if session._entered:
@@ -753,6 +809,8 @@ def _opener(session: Session) -> Callable[..., None]:
             session._close()  # an interrupt, which skips closing hooks, ended the last forward
         if torch.is_grad_enabled():
             session.step += 1
+            if session._probe is not None and session.step % session._probe[1] == 0:
+                session.adapt(session._probe[0], every=session._probe[1])
             session._open()
 
     return open_session

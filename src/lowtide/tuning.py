@@ -91,7 +91,8 @@ class Tuner(ABC):
         return self._seconds
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
+        """Count the time spent inside."""
         start = time.perf_counter()
         try:
             yield
@@ -99,12 +100,14 @@ class Tuner(ABC):
             self._seconds += time.perf_counter() - start
 
 
-def _require_keys(state: Mapping[str, Any], keys: set[str]) -> None:
+def require_keys(state: Mapping[str, Any], keys: set[str]) -> None:
+    """Raise unless a state has exactly these."""
     if set(state) != keys:
         raise ValueError(f"expected a state with the keys {sorted(keys)}; got {sorted(state)}")
 
 
-def _site(row: list[Any]) -> Site:
+def site_of(row: list[Any]) -> Site:
+    """The site that a state keeps as a list."""
     module, op, slot, ordinal = row
     return Site(module, op, slot, ordinal)
 
@@ -176,7 +179,7 @@ class SampleTuner(Tuner):
             return
         pool = [layer for layer in self._layers.values() if layer.seen and self._known(layer)]
         if pool:
-            with self._timed():
+            with self.timed():
                 self._divide(pool)
             self._refreshed = step
 
@@ -204,10 +207,10 @@ class SampleTuner(Tuner):
         if not tuned or use.need not in (Need.LINEAR, Need.BATCH):
             self._left.update(use.sites)
             return base
-        with self._timed():
+        with self.timed():
             flat, meta, layout = flatten(tensor.detach())
             row = row_of("sample", layout, meta.numel)
-            energy: Tensor = ops.range_energy(flat, row, self.group, False)
+            energy: Tensor = ops.range_energy(flat, row, self.group, use.rectified)
             if use.need is Need.LINEAR:
                 self._last = self._remember(use, energy, row)
             bits = allocate(energy, 1, self._budget(self._last, energy)).tolist()
@@ -239,7 +242,7 @@ class SampleTuner(Tuner):
         """Keep the mean square of a sample's gradient; the last backward counts."""
         if site not in self._watched or gradient.numel() == 0:
             return
-        with self._timed():
+        with self.timed():
             samples = gradient.shape[0] if gradient.dim() else 1
             norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
             self._sensitivity[site] = norm.to(torch.float64).square() / samples
@@ -262,15 +265,15 @@ class SampleTuner(Tuner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        _require_keys(state, {"refreshed", "layers", "sensitivity"})
+        require_keys(state, {"refreshed", "layers", "sensitivity"})
         layers = {}
         for row in state["layers"]:
-            sites = tuple(_site(site) for site in row["sites"])
+            sites = tuple(site_of(site) for site in row["sites"])
             shared = None if row["shared"] is None else (torch.tensor(row["shared"][0]), int(row["shared"][1]))
             energy = torch.tensor(row["energy"], dtype=torch.float32)
             layers[sites[0]] = _Layer(sites, energy, row["weight"], row["pixels"], shared, row["seen"])
         self._layers = layers
-        self._sensitivity = {_site(s): torch.tensor(v, dtype=torch.float64) for s, v in state["sensitivity"]}
+        self._sensitivity = {site_of(s): torch.tensor(v, dtype=torch.float64) for s, v in state["sensitivity"]}
         self._watched = {site for layer in layers.values() for site in layer.sites}
         self._left = set()
         self._refreshed = state["refreshed"]
@@ -318,8 +321,8 @@ class LevelTuner(Tuner):
             return base
         table = self._tables.get(use.sites[0])
         if table is None or table.bits != base.bits or not 0 <= self._step - table.step < self.refresh:
-            with self._timed():
-                fitted = levels.fit_levels(_histogram(tensor.detach(), base), base.bits)
+            with self.timed():
+                fitted = levels.fit_levels(histogram_of(tensor.detach(), base), base.bits)
             even = fitted == levels.uniform_levels(base.bits)
             table = self._tables[use.sites[0]] = _Table(self._step, base.bits, None if even else fitted)
         if table.levels is None:
@@ -335,12 +338,12 @@ class LevelTuner(Tuner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        _require_keys(state, {"step", "tables"})
+        require_keys(state, {"step", "tables"})
         self._step = state["step"]
-        self._tables = {_site(s): _Table(n, b, None if t is None else tuple(t)) for s, n, b, t in state["tables"]}
+        self._tables = {site_of(s): _Table(n, b, None if t is None else tuple(t)) for s, n, b, t in state["tables"]}
 
 
-def _histogram(tensor: Tensor, base: GroupQuant | BlockMean) -> Tensor:
+def histogram_of(tensor: Tensor, base: GroupQuant | BlockMean) -> Tensor:
     """Where the values that ``base`` rounds lie in their groups."""
     layout = base.layout if isinstance(base, GroupQuant) else "sample"
     if isinstance(base, BlockMean):  # the first samples are enough, and their differences are small

@@ -1,0 +1,331 @@
+"""Which bits, and which codec, each stored tensor deserves: options weighed by what their error does to the gradient.
+
+The error that a codec adds to the gradient is about ``sensitivity * mean squared error``. Errors are measured on the
+tensors themselves. Sensitivities come from the last backward by a formula, or, for the price of one small pass a
+tensor, from a probe: the change of the whole gradient when this tensor alone is rounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import levels, ops
+from .allocation import allocate, choose
+from .capture import Site
+from .codecs import BlockMean, Codec, Derived, GroupQuant, from_config
+from .codecs.base import flatten
+from .rules import Need
+from .tuning import Rebuild, Tuner, Use, histogram_of, require_keys, site_of
+
+
+class Probed(Tuner):
+    """A tuner that can use measured sensitivities."""
+
+    @abstractmethod
+    def probe_codec(self, use: Use) -> Codec | None:
+        """What a probe rounds this tensor with; None if its codec is not up for choice."""
+
+    @abstractmethod
+    def measured(self, found: Sequence[tuple[Use, float]]) -> None:
+        """For each probed tensor the squared change of the gradient; decide anew."""
+
+
+# ---------------------------------------------------------------- bits for tensors
+
+
+class BitTuner(Probed):
+    """Bits for each tensor, ``bits`` a value on average, from probes (GACT, Liu et al. 2022).
+
+    Every tensor has the method's own bits until the first probe; so has a tensor that the probe did not meet. What
+    passes through an exponential keeps its own bits always (the change is far from quadratic in its noise), and the
+    others share what is left of the average.
+    """
+
+    def __init__(self, bits: float, group: int) -> None:
+        super().__init__()
+        self.bits = bits
+        self.group = group
+        self._table: dict[Site, int] = {}
+
+    def begin(self, step: int) -> None:
+        """Nothing changes between probes."""
+
+    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
+        """The bits the last probe gave."""
+        bits = self._table.get(use.sites[0])
+        return base if bits is None or not isinstance(base, GroupQuant) else dataclasses.replace(base, bits=bits)
+
+    def probe_codec(self, use: Use) -> Codec | None:
+        """Two bits: little enough to be seen, enough not to be all noise."""
+        if use.need >= Need.LOGARITHM:
+            return None
+        return GroupQuant(8 if use.need is Need.EXPONENT else 2, self.group, "sample" if use.dims else "row")
+
+    def measured(self, found: Sequence[tuple[Use, float]]) -> None:
+        """Divide the bits: least sum of changes, each taken as falling with the square of the number of steps."""
+        free = [(use, change) for use, change in found if use.need < Need.EXPONENT]
+        numels = [use.meta.numel for use, _ in free]
+        fixed = sum(8 * use.meta.numel for use, _ in found if use.need is Need.EXPONENT)
+        total = sum(use.meta.numel for use, _ in found)
+        if not free:
+            return
+        with self.timed():
+            cost = torch.tensor([change * 9.0 for _, change in free], dtype=torch.float64)
+            budget = max(int(self.bits * total) - fixed, sum(numels))
+            bits = allocate(cost, torch.tensor(numels), budget, (1, 2, 4, 8)).tolist()
+            self._table = {use.sites[0]: b for (use, _), b in zip(free, bits, strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bits by site."""
+        return {"bits": [[list(site), bits] for site, bits in self._table.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        require_keys(state, {"bits"})
+        self._table = {site_of(site): bits for site, bits in state["bits"]}
+
+
+# ---------------------------------------------------------------- codecs for tensors
+
+
+class Option(NamedTuple):
+    """A codec for one tensor, the mean square of its error there, and its bytes."""
+
+    codec: Codec
+    error: float
+    nbytes: int
+
+
+@dataclasses.dataclass
+class _Seen:
+    """What the first forward showed of one stored tensor."""
+
+    need: Need
+    numel: int
+    options: list[Option]
+    base_error: float
+    scale: float  # sensitivity for each unit of the output gradient's square
+    sources: tuple[Site, ...]
+    rebuilt_error: float | None  # with the sources as the base codecs store them
+    sites: tuple[Site, ...]
+
+
+_LOOK = 1 << 16
+"""Values on which options are compared: the spread of a mean square over them is well below a percent."""
+
+# A batch norm's noise reaches its own weight's gradient, and by two small terms the layers before it. Of the first
+# there is a formula; the factor for the rest makes the plan as good as one from probes (docs/methods.md, "auto").
+_BEYOND = 16.0
+
+
+class MixTuner(Probed):
+    """A codec for each tensor, ``bits`` a value on average: block means or plain groups, even or fitted levels, 1 to 8
+    bits, or nothing where a tensor can be rebuilt from another.
+
+    In the first forward every option is tried on a part of each tensor, and the first backward shows the gradients at
+    the outputs; from the second step on the plan stands. Only what a weight gradient or a batch norm reads is up for
+    choice; what propagates keeps the method's own bits, and is not part of the average.
+    """
+
+    def __init__(self, bits: float, group: int, taps: Mapping[str, float]) -> None:
+        super().__init__()
+        self.bits = bits
+        self.group = group
+        self._taps = dict(taps)
+        self._seen: dict[Site, _Seen] = {}
+        self._squares: dict[Site, float] = {}
+        self._plan: dict[Site, Codec] = {}
+        self._probed: dict[Site, float] = {}
+
+    def begin(self, step: int) -> None:
+        """Decide once gradients are known."""
+        if not self._plan and self._seen and self._squares:
+            with self.timed():
+                self._decide()
+
+    def wants_gradient(self, site: Site, need: Need) -> bool:
+        """Until the plan stands."""
+        return not self._plan and need in (Need.LINEAR, Need.BATCH)
+
+    def observe(self, site: Site, gradient: Tensor) -> None:
+        """The square of the output's gradient."""
+        with self.timed():
+            norm = float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+            self._squares[site] = norm * norm
+
+    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
+        """What the plan says; the base codec where there is no plan yet."""
+        if use.need not in (Need.LINEAR, Need.BATCH) or tensor.numel() == 0:
+            return base
+        codec = self._plan.get(use.sites[0])
+        if codec is None:
+            if not self._plan:
+                with self.timed():
+                    self._look(use, tensor.detach(), base, rebuild)
+            return base
+        return base if isinstance(codec, Derived) and not use.derivable else codec
+
+    def probe_codec(self, use: Use) -> Codec | None:
+        """Plain groups of two bits."""
+        if use.need not in (Need.LINEAR, Need.BATCH):
+            return None
+        return GroupQuant(2, self.group, "sample" if use.dims else "row")
+
+    def measured(self, found: Sequence[tuple[Use, float]]) -> None:
+        """Use probes in place of the formula."""
+        for use, change in found:
+            seen = self._seen.get(use.sites[0])
+            probe = self.probe_codec(use)
+            error = None if seen is None else next((o.error for o in seen.options if o.codec == probe), None)
+            if error:
+                self._probed[use.sites[0]] = change / error
+        if self._probed:
+            with self.timed():
+                self._decide()
+
+    # ------------------------------------------------------------ looking
+
+    def _look(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None) -> None:
+        piece = tensor
+        if tensor.dim() > 1:
+            piece = tensor[: max(1, _LOOK * tensor.shape[0] // tensor.numel())]
+        support = ops.pack_band(flatten(piece)[0], 0.0, math.inf, False, True) if use.rectified else None
+        wide = piece.to(torch.float32)
+        options = [
+            Option(codec, _mean_square(codec.encode(piece, key=1, support=support).decode(support), wide), nbytes)
+            for codec in dict.fromkeys((base, *self._codecs(use, piece)))
+            if (nbytes := codec.packed_nbytes(use.meta)) < use.meta.nbytes
+        ]
+        if not options:
+            return
+        rebuilt = None if rebuild is None else _mean_square(rebuild(), tensor.to(torch.float32))
+        if use.need is Need.BATCH:
+            variance = float(tensor.to(torch.float32).var())
+            scale = _BEYOND / variance if variance > 0 else 0.0
+        else:
+            scale = float(use.meta.shape[1 if use.dims else -1])
+        first = use.sites[0]
+        self._seen[first] = _Seen(
+            use.need, use.meta.numel, options, options[0].error, scale, use.sources, rebuilt, use.sites
+        )
+
+    def _codecs(self, use: Use, piece: Tensor) -> list[Codec]:
+        layout = "sample" if use.dims else "row"
+        found: list[Codec] = []
+        for bits in range(1, 9):
+            plain: list[GroupQuant | BlockMean] = [GroupQuant(bits, self.group, layout)]
+            if use.dims and max(use.meta.shape[2:]) > 1:
+                plain.append(BlockMean(8, use.dims, bits, self.group))
+            for codec in plain:
+                found.append(codec)
+                if bits in (2, 3):
+                    fitted = levels.fit_levels(histogram_of(piece, codec), bits)
+                    if fitted != levels.uniform_levels(bits):
+                        found.append(dataclasses.replace(codec, levels=fitted))
+        return found
+
+    # ------------------------------------------------------------ deciding
+
+    def _sensitivity(self, seen: _Seen) -> float:
+        if seen.sites[0] in self._probed:
+            return self._probed[seen.sites[0]]
+        return sum(
+            self._squares.get(site, 0.0)
+            * seen.scale
+            * (self._taps.get(site.module, 1.0) if seen.need is Need.LINEAR else 1.0)
+            for site in seen.sites
+        )
+
+    def _decide(self) -> None:
+        """Choose among the options of units: a tensor, or a source together with what can be rebuilt from it alone."""
+        known = {site: seen for site, seen in self._seen.items() if self._sensitivity(seen) > 0}
+        child = {}
+        for site, seen in known.items():
+            if len(seen.sources) == 1 and seen.sources[0] in known and seen.sources[0] not in child:
+                child[seen.sources[0]] = site
+        children = set(child.values())
+        units: list[list[tuple[float, int, dict[Site, Codec]]]] = []
+        for site, seen in known.items():
+            if site in children:
+                continue
+            own = [(self._sensitivity(seen) * o.error, o.nbytes, {site: o.codec}) for o in seen.options]
+            if site in child:
+                own = self._joint(site, seen, child[site], known[child[site]])
+            elif seen.rebuilt_error is not None and not any(s in known for s in seen.sources):
+                own.append((self._sensitivity(seen) * seen.rebuilt_error, 0, {site: Derived()}))
+            units.append(own)
+        numel = sum(seen.numel for seen in known.values())
+        least = sum(min(o[1] for o in unit) for unit in units)
+        budget = max(int(self.bits * numel / 8), least)
+        picked = choose([[o[0] for o in unit] for unit in units], [[o[1] for o in unit] for unit in units], budget)
+        self._plan = {}
+        for unit, i in zip(units, picked, strict=True):
+            self._plan.update(unit[i][2])
+
+    def _joint(
+        self, site: Site, seen: _Seen, other: Site, derived: _Seen
+    ) -> list[tuple[float, int, dict[Site, Codec]]]:
+        """Options of a source, each with what is derived from it rebuilt, or stored by itself."""
+        here, there = self._sensitivity(seen), self._sensitivity(derived)
+        gain = 0.0
+        if derived.rebuilt_error is not None and seen.base_error > 0:
+            gain = derived.rebuilt_error / seen.base_error
+        found: list[tuple[float, int, dict[Site, Codec]]] = []
+        for o in seen.options:
+            if derived.rebuilt_error is not None:
+                found.append(((here + there * gain) * o.error, o.nbytes, {site: o.codec, other: Derived()}))
+            for p in derived.options:
+                both: dict[Site, Codec] = {site: o.codec, other: p.codec}
+                found.append((here * o.error + there * p.error, o.nbytes + p.nbytes, both))
+        return found
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, and what it was or will be made from."""
+        return {
+            "plan": [[list(site), codec.to_config()] for site, codec in self._plan.items()],
+            "squares": [[list(site), value] for site, value in self._squares.items()],
+            "probed": [[list(site), value] for site, value in self._probed.items()],
+            "seen": [
+                {
+                    "need": int(seen.need),
+                    "numel": seen.numel,
+                    "options": [[o.codec.to_config(), o.error, o.nbytes] for o in seen.options],
+                    "base_error": seen.base_error,
+                    "scale": seen.scale,
+                    "sources": [list(s) for s in seen.sources],
+                    "rebuilt_error": seen.rebuilt_error,
+                    "sites": [list(s) for s in seen.sites],
+                }
+                for seen in self._seen.values()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        require_keys(state, {"plan", "squares", "probed", "seen"})
+        self._plan = {site_of(site): from_config(config) for site, config in state["plan"]}
+        self._squares = {site_of(site): value for site, value in state["squares"]}
+        self._probed = {site_of(site): value for site, value in state["probed"]}
+        self._seen = {}
+        for row in state["seen"]:
+            sites = tuple(map(site_of, row["sites"]))
+            options = [Option(from_config(c), error, nbytes) for c, error, nbytes in row["options"]]
+            self._seen[sites[0]] = _Seen(
+                Need(row["need"]), row["numel"], options, row["base_error"], row["scale"],
+                tuple(map(site_of, row["sources"])), row["rebuilt_error"], sites,
+            )  # fmt: skip
+
+
+def _mean_square(found: Tensor, wanted: Tensor) -> float:
+    """NaN, from values that are not finite, counts as the worst."""
+    error = float(torch.linalg.vector_norm(found.to(torch.float32) - wanted, dtype=torch.float32))
+    return error * error / max(1, wanted.numel()) if math.isfinite(error) else math.inf

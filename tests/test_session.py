@@ -677,7 +677,7 @@ def test_attach_compresses_an_unchanged_loop_and_resumes_bit_for_bit():
         torch.manual_seed(0)
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = lowtide.attach(model, "actnn", bits=2, min_numel=0, seed=7)
+        handle = lowtide.attach(model, "actnn", level="L2", bits=2, min_numel=0, seed=7)
         if state is not None:
             model.load_state_dict(state["model"])
             handle.load_state_dict(state["lowtide"])
@@ -788,10 +788,15 @@ def test_weight_gradients_are_unbiased():
     [
         (lambda: lowtide.compress(net(), "divison"), ValueError, "unknown method 'divison'; choose one of"),
         (
-            lambda: lowtide.compress(net(), "actnn", bits=9),
+            lambda: lowtide.compress(net(), "division", bits=9),
             ValueError,
             "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 9",
         ),
+        (lambda: lowtide.compress(net(), "actnn", bits=9), ValueError, "bits must be a number from 1 to 8"),
+        (lambda: lowtide.compress(net(), "actnn", level="L2", bits=2.5), ValueError, "bits must be one of 1, 2,"),
+        (lambda: lowtide.compress(net(), "actnn", level="L9"), ValueError, "level must be one of L0, L1, L2, L3"),
+        (lambda: lowtide.compress(net(), "gact", bits=0), ValueError, "bits must be a number from 1 to 8"),
+        (lambda: lowtide.compress(net(), "auto", bits="2"), ValueError, "bits must be a number from 1 to 8"),
         (lambda: lowtide.compress(net(), "division", block=0), ValueError, "block must be a whole number"),
         (lambda: lowtide.compress(net(), "actnn", block=8), TypeError, "has no option 'block'; its options"),
         (lambda: lowtide.compress(nn.ReLU(), "actnn"), ValueError, "no parameters"),

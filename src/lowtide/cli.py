@@ -99,6 +99,7 @@ def _doctor() -> int:
         if can_tune()
         else "  not glibc: lowtide.tune_cpu_allocator() has no effect"
     )
+    kernels.prepare()
     print("\nKernels on the CPU")
     for operator, served in kernels.status().items():
         print(f"  {operator}: {served}")

@@ -904,7 +904,7 @@ def attach(
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
-    >>> handle = lowtide.attach(model, "actnn", bits=2)
+    >>> handle = lowtide.attach(model, "division")
     >>> model(torch.randn(128, 64)).sum().backward()
     >>> handle.state_dict()
     {'seed': 0, 'step': 1}

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import reference
 
-__all__ = ["register", "status"]
+__all__ = ["prepare", "register", "status"]
 
 PROCESS = os.getpid()  # a child forked from it must not use the threads it had
 _LAZY = "numba (not compiled yet)"
@@ -30,6 +30,13 @@ def register(library: Any, names: Iterable[str]) -> None:
         _status[name] = "reference: LOWTIDE_KERNELS=reference" if forced else _LAZY
         if not forced:
             library.impl(name, _lazy(name), "CPU")
+
+
+def prepare() -> None:
+    """Compiles, or loads from the cache, what no call has needed yet."""
+    for name, served in status().items():
+        if served == _LAZY:
+            _load(name)
 
 
 def _lazy(name: str) -> Callable[..., Any]:

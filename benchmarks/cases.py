@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class Subject:
     model: nn.Module
     loss: Callable[[nn.Module], Tensor]
     blocks: list[nn.Module]
+    sessions: dict[str, lowtide.Session] = field(default_factory=dict)
+    """One for each mode, opened again in every step: what an adaptive method learns stays."""
 
 
 def _images(model: nn.Module, x: Tensor, classes: int, kind: type[nn.Module]) -> Subject:
@@ -82,6 +84,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "lossless": ("lossless", {}),
     "division": ("division", {}),
     "actnn": ("actnn", {}),
+    "actnn-fixed": ("actnn", {"level": "L2", "bits": 2}),
+    "auto": ("auto", {}),
+    "tinyscript": ("tinyscript", {}),
+    "gact": ("gact", {}),
     "pool": ("pool", {}),
     "cast-bfloat16": ("cast", {}),
 }
@@ -102,7 +108,9 @@ def step(subject: Subject, mode: str, **options: Any) -> tuple[int, int]:
     context: Any = contextlib.nullcontext()
     if name in METHODS:
         method, defaults = METHODS[name]
-        context = lowtide.compress(subject.model, method, **defaults, **options)
+        if mode not in subject.sessions:
+            subject.sessions[mode] = lowtide.compress(subject.model, method, **defaults, **options)
+        context = subject.sessions[mode]
     with context as session, torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
         loss = subject.loss(subject.model)
     loss.backward()

@@ -156,6 +156,9 @@ def run_codec(table: Table, full: bool) -> None:
 # ---------------------------------------------------------------- step: time and peak of a training step
 
 
+WARM = 2  # rounds before time counts: the first compiles, and what it showed an adaptive method shapes the second
+
+
 def tune(kind: str) -> None:
     if kind == "tuned" and not lowtide.tune_cpu_allocator():
         raise RuntimeError("this system's allocator cannot be tuned")
@@ -173,14 +176,17 @@ def time_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
             if kind == "checkpoint":
                 checkpoint_blocks(subjects[kind])
     found: dict[str, list[float]] = {mode: [] for mode in argument["modes"]}
-    for repeat in range(argument["repeats"] + 1):
+    for repeat in range(argument["repeats"] + WARM):
         for mode in argument["modes"]:
             subject = subjects["checkpoint" if mode == "checkpoint" else "plain"]
             start = time.perf_counter()
             step(subject, mode)
-            if repeat:  # the first round compiles and warms up
+            if repeat >= WARM:
                 found[mode].append(time.perf_counter() - start)
-    return {"seconds": found}
+    steps = argument["repeats"] + WARM
+    sessions = subjects["plain"].sessions
+    deciding = {m: s.tuner_seconds / steps for m, s in sessions.items() if s.tuner_seconds}
+    return {"seconds": found, "deciding": deciding}
 
 
 def peak_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
@@ -190,7 +196,8 @@ def peak_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     subject = SUBJECTS[argument["subject"]](argument["batch"])
     if argument["mode"] == "checkpoint":
         checkpoint_blocks(subject)
-    step(subject, argument["mode"])  # gradients and one-time buffers exist from here on
+    for _ in range(WARM):  # gradients and one-time buffers exist from here on, and adaptive methods have decided
+        step(subject, argument["mode"])
     subject.model.zero_grad(set_to_none=True)
     kept = [0, 0]
 
@@ -226,7 +233,11 @@ def measure_steps(
             "repeats": repeats,
             "allocator": allocator,
         }
-        found = run_child("run:time_child", argument, exact_rss=False)["seconds"]
+        child = run_child("run:time_child", argument, exact_rss=False)
+        found = child["seconds"]
+        for mode, seconds in child["deciding"].items():
+            common = {"case": case, "subject": subject, "size": batch, "mode": mode, "allocator": allocator}
+            table.add([seconds], **common, metric="deciding", unit="s")
         for mode in modes:
             table.add(
                 found[mode],
@@ -251,7 +262,7 @@ def measure_steps(
 
 
 def run_step(table: Table, full: bool) -> None:
-    short = ["plain", "division", "actnn", "checkpoint"]
+    short = ["plain", "division", "actnn", "auto", "checkpoint"]
     every = ["plain", *METHODS, "checkpoint", "bf16", "bf16+division", "bf16+actnn"]
     subjects = ("resnet50", "resnet20", "bert", "gpt2", "unet3d") if full else ("resnet50", "bert")
     for subject in subjects:

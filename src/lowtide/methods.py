@@ -82,14 +82,16 @@ class ActNN(Method):
     """Random rounding in groups within a sample (Chen et al. 2021); bits by sample and layer from level L3 on.
 
     ``level`` as published: L0 only what is lossless; L1 4 bits, batch norms exact; L2 4 bits for all; L3 ``bits`` (2)
-    on average, given to the samples and layers of maps where they lower the variance of the gradient most. ``bits``
-    replaces a level's own; a fraction goes with L3.
+    on average, given to the samples and layers of maps where they lower the variance of the gradient most; samples by
+    their ranges in every step, layers by the gradients of every ``refresh``-th. ``bits`` replaces a level's own; a
+    fraction goes with L3.
     """
 
     name: ClassVar[str] = "actnn"
     bits: float | None = None
     level: str = "L3"
     group: int = 256
+    refresh: int = 10
     propagating_bits: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +100,7 @@ class ActNN(Method):
             _average(self.bits)
         _check(self._whole, self.propagating_bits)
         require_positive(self.group, "group")
+        require_positive(self.refresh, "refresh")
 
     @property
     def _adapts(self) -> bool:
@@ -119,7 +122,7 @@ class ActNN(Method):
         """Bits for samples and layers."""
         if not self._adapts:
             return None
-        return SampleTuner(2 if self.bits is None else self.bits, self.group, taps=taps(model))
+        return SampleTuner(2 if self.bits is None else self.bits, self.group, self.refresh, taps(model))
 
 
 @dataclass(frozen=True)

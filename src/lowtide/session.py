@@ -671,6 +671,11 @@ class Session:
 
     # ------------------------------------------------------------ report
 
+    @property
+    def tuner_seconds(self) -> float:
+        """Time an adaptive method has spent deciding and measuring so far."""
+        return 0.0 if self._tuner is None else self._tuner.seconds()
+
     def report(self) -> Report:
         """What was saved in the last forward, how it is stored, and why."""
         rows = tuple(row.finished() for row in self._rows)
@@ -680,8 +685,8 @@ class Session:
         if self._abilities.sole is None:
             notes.append("torch hides storage owners: tensors were encoded as soon as they were saved")
         slow = {name: state for name, state in kernels.status().items() if not state.startswith("numba")}
-        if self._tuner is not None and self._tuner.seconds():
-            notes.append(f"deciding and measuring took {1e3 * self._tuner.seconds():.1f} ms since the session began")
+        if self.tuner_seconds:
+            notes.append(f"deciding and measuring took {1e3 * self.tuner_seconds:.1f} ms since the session began")
         if slow:
             notes.append(f"slow reference kernels served for {', '.join(slow)} ({next(iter(slow.values()))})")
         return Report(_describe(self.method), rows, tuple(notes))

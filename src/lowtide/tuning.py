@@ -170,11 +170,13 @@ class SampleTuner(Tuner):
         self._watched: set[Site] = set()
         self._left: set[Site] = set()
         self._refreshed: int | None = None
+        self._step = 0
         self._last: _Layer | None = None
 
     def begin(self, step: int) -> None:
         """Once in ``refresh`` steps, divide the bits among layers."""
         self._last = None
+        self._step = step
         if self._refreshed is not None and 0 <= step - self._refreshed < self.refresh:
             return
         pool = [layer for layer in self._layers.values() if layer.seen and self._known(layer)]
@@ -235,8 +237,9 @@ class SampleTuner(Tuner):
         return total.to(energy.device) * samples // count
 
     def wants_gradient(self, site: Site, need: Need) -> bool:
-        """Of linear consumers only, and not of those whose tensors turned out to be left alone."""
-        return need is Need.LINEAR and site not in self._left
+        """Of linear consumers whose tensors are not left alone, in the step before bits are divided anew."""
+        due = self._refreshed is None or self._step + 1 - self._refreshed >= self.refresh
+        return due and need is Need.LINEAR and site not in self._left
 
     def observe(self, site: Site, gradient: Tensor) -> None:
         """Keep the mean square of a sample's gradient; the last backward counts."""
@@ -261,11 +264,11 @@ class SampleTuner(Tuner):
             for layer in self._layers.values()
         ]
         sensitivity = [[list(site), float(value)] for site, value in self._sensitivity.items()]
-        return {"refreshed": self._refreshed, "layers": layers, "sensitivity": sensitivity}
+        return {"step": self._step, "refreshed": self._refreshed, "layers": layers, "sensitivity": sensitivity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        require_keys(state, {"refreshed", "layers", "sensitivity"})
+        require_keys(state, {"step", "refreshed", "layers", "sensitivity"})
         layers = {}
         for row in state["layers"]:
             sites = tuple(site_of(site) for site in row["sites"])
@@ -276,7 +279,7 @@ class SampleTuner(Tuner):
         self._sensitivity = {site_of(s): torch.tensor(v, dtype=torch.float64) for s, v in state["sensitivity"]}
         self._watched = {site for layer in layers.values() for site in layer.sites}
         self._left = set()
-        self._refreshed = state["refreshed"]
+        self._step, self._refreshed = state["step"], state["refreshed"]
         self._last = None
 
 

@@ -233,21 +233,6 @@ def _part(s: Any, level: Any, inverse: Any) -> Any:
 
 
 @_inline
-def _floor(f: Any, top: Any, random: Any) -> Any:
-    """The code of a value that lies ``f`` intervals up."""
-    f = _fused(F32(I32(random)), _ULP, f)
-    return U32(I32(f if f < top else top))
-
-
-@_inline
-def _third(x: Any, low: Any, inverse: Any, levels: Any, random: Any) -> Any:
-    """The code of a value with four levels: its lower ends and inverse widths of three intervals."""
-    s = (x - low) * inverse
-    a, b, c, d, e, f = levels
-    return _floor(_part(s, a, d) + _part(s, b, e) + _part(s, c, f), F32(3.0), random)
-
-
-@_inline
 def _four(v: Any, j: int, lane: int, low: Any, inverse: Any, top: Any, seed: Any, dither: Any) -> Any:
     """The codes of the four values that share a hash, one in each byte."""
     w = _mix(seed)
@@ -309,35 +294,27 @@ def _pack(codes: int, n: int, bits: int, out: int) -> None:
 
 
 @_plain
-def _fill_levels(
-    values: int, n: int, bits: int, table: int, low: Any, inverse: Any, h: Any, codes: int, scratch: int
-) -> None:
-    """The codes of a group with levels of their own; the table has all levels, then all inverse widths."""
-    v, p, c = _pointer(values, types.float32), _pointer(codes, types.uint8), _pointer(scratch, types.uint8)
-    t, top = _pointer(table, types.float32), (1 << bits) - 1
-    dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
-    lane = (n + 3) >> 2
-    if bits == 2 and n & 3 == 0:
-        levels = (t[0], t[1], t[2], t[4], t[5], t[6])
-        for j in range(lane):
-            w = _mix(h)
-            a = _third(v[j], low, inverse, levels, ((w & 0xFF) << 16) | dither)
-            b = _third(v[j + lane], low, inverse, levels, ((w & 0xFF00) << 8) | dither)
-            d = _third(v[j + 2 * lane], low, inverse, levels, (w & 0xFF0000) | dither)
-            e = _third(v[j + 3 * lane], low, inverse, levels, ((w >> 8) & 0xFF0000) | dither)
-            p[j] = U8(a | (b << 2) | (d << 4) | (e << 6))
-            h = U32(h + _GOLDEN)
+def _warp(values: int, n: int, top: int, table: int, low: Any, inverse: Any, out: int) -> None:
+    """Where values lie among levels of their own, as a number of levels; the table has levels, then inverse widths."""
+    v, f, t = _pointer(values, types.float32), _pointer(out, types.float32), _pointer(table, types.float32)
+    if top == 3:
+        a, b, c, d, e, g = t[0], t[1], t[2], t[4], t[5], t[6]
+        for j in range(n):
+            s = (v[j] - low) * inverse
+            f[j] = _part(s, a, d) + _part(s, b, e) + _part(s, c, g)
         return
-    for j in range(lane):
-        w = _mix(h)
-        for e in range(j, n, lane):
-            s, f = (v[e] - low) * inverse, _ZERO
-            for i in range(top):
-                f += _part(s, t[i], t[top + 1 + i])
-            c[e] = U8(_floor(f, F32(top), ((w & 0xFF) << 16) | dither))
-            w = U32(w >> 8)
-        h = U32(h + _GOLDEN)
-    _pack(scratch, n, bits, codes)
+    for j in range(n):
+        f[j] = _ZERO
+    for i in range(top):
+        level, width = t[i], t[top + 1 + i]
+        for j in range(n):
+            f[j] += _part((v[j] - low) * inverse, level, width)
+
+
+@_inline
+def _spare(group: int) -> int:
+    """Bytes of scratch in which a group is encoded: codes, then warped values."""
+    return ((group + 63) & ~63) + ((4 * group + 63) & ~63)
 
 
 @_plain
@@ -351,8 +328,9 @@ def _fill(values: int, n: int, bits: int, levels: int, h: Any, codes: int, side:
     low, top = _float(U32(words[0]) << 16), F32((1 << bits) - 1)
     inverse = _ONE / _float(U32(words[1]) << 16)
     if levels:
-        _fill_levels(values, n, bits, levels, low, inverse, h, codes, scratch)
-        return
+        warped = scratch + ((n + 63) & ~63)
+        _warp(values, n, (1 << bits) - 1, levels, low, inverse, warped)
+        v, low, inverse = _pointer(warped, types.float32), _ZERO, _ONE
     dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
     lane = (n + 3) >> 2
     if bits == 2 and n & 3 == 0:
@@ -932,7 +910,7 @@ def _kernel(function: F) -> F:
 def _kernel_quantize_groups(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _pointer(parameters, types.int64)
     x, kind, row, group = p[0], p[1], p[4], p[5]
-    wide = scratch + ((group + 63) & ~63)
+    wide = scratch + _spare(group)
     step = max(1, BATCH // group)
     for g in range(first, last, step):
         stop = min(g + step, last)
@@ -1016,7 +994,7 @@ def _kernel_quantize_samples(parameters: int, scratch: int, first: int, last: in
     for i in range(10):
         own[i] = p[i]
     spare = scratch + 128
-    wide = spare + ((group + 63) & ~63)
+    wide = spare + _spare(group)
     per_row, step = (row + group - 1) // group, max(1, BATCH // group)
     n, codes, g = 0, p[2], first
     while g < last:
@@ -1130,7 +1108,7 @@ def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int
     even = p[12] == 1 and p[14] == 1 and block == 8
     # Scratch: codes of a group, sums and means of a slab, widened slabs, residual, widened source.
     room = BATCH + block * length
-    sums = scratch + ((group + 63) & ~63)
+    sums = scratch + _spare(group)
     slab = sums + 4 * (length + per_slab)
     residual = slab + 4 * (room + 8)
     wide = residual + 4 * (room + group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 
 import pytest
@@ -12,8 +13,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtide
+from evidence import memory
+from evidence.nets import densenet161
 from lowtide import capture
-from zoo import densenet
+from lowtide.codecs import TensorMeta
+from nets import resnet50
+from zoo import ZOO, densenet
 
 METHODS = {
     "lossless": {},
@@ -103,6 +108,29 @@ def test_fake_bytes_are_real_bytes(name, method, autocast):
     assert (fake.plain_nbytes, fake.stored_nbytes) == (real.plain_nbytes, real.stored_nbytes)
 
 
+def swin():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SwinConfig(embed_dim=24, depths=[1, 2], num_heads=[2, 4], image_size=56, num_labels=10)
+    loss_fn = lambda model, x: F.cross_entropy(model(x).logits, torch.zeros(8, dtype=torch.int64))  # noqa: E731
+    return transformers.SwinForImageClassification(config).train(), torch.randn(8, 3, 56, 56), loss_fn
+
+
+@pytest.mark.parametrize("case", [ZOO[n] for n in ("mobilenet", "unet", "gru", "bert", "llama")] + [swin])
+def test_fake_bytes_are_real_bytes_in_other_networks(case):
+    def sites():
+        torch.manual_seed(0)
+        model, batch, loss_fn = case()
+        with lowtide.compress(model, "division") as session:
+            loss = loss_fn(model, batch)
+        report = session.report()
+        del loss
+        return report.sites
+
+    real = sites()
+    with FakeTensorMode():
+        assert sites() == real
+
+
 def without_statistics(report):
     sites = [s for s in report.sites if (s.site.op, s.site.slot[:-1]) != ("NativeBatchNorm", "result")]
     return dataclasses.replace(report, sites=tuple(sites))
@@ -140,3 +168,88 @@ def test_a_tracer_on_fake_tensors_records_exact_gradients():
     loss = model(x).square().mean()
     for found, exact in zip(traced(parameters, x), torch.autograd.grad(loss, model.parameters()), strict=True):
         torch.testing.assert_close(found, exact)
+
+
+# ---------------------------------------------------------------- evidence/memory.py
+
+STAGES = ((64, 3, 56, 56), (128, 4, 56, 28), (256, 6, 28, 14), (512, 3, 14, 7))
+"""Width, blocks, and the sides of a map before and after each stage of ResNet-50, for images of 224x224."""
+
+
+def elements(widen: int) -> tuple[int, int]:
+    """Outputs of ReLUs and inputs of batch norms, for one image, from the shapes of the architecture alone."""
+    relu = norm = 64 * 112**2
+    for width, blocks, before, after in STAGES:
+        for first in [True] + [False] * (blocks - 1):
+            inner = widen * width * ((before if first else after) ** 2 + after**2)
+            outer = 4 * width * after**2
+            relu += inner + outer
+            norm += inner + outer * (2 if first else 1)
+    return relu, norm
+
+
+def test_networks_have_torchvisions_parameters():
+    with torch.device("meta"):
+        nets = resnet50(), resnet50(widen=2), densenet161()
+    assert [sum(p.numel() for p in net.parameters()) for net in nets] == [25_557_032, 68_883_240, 28_681_000]
+
+
+@pytest.mark.parametrize(("net", "widen"), [("ResNet-50", 1), ("WRN-50-2", 2)])
+def test_plain_bytes_against_a_count_by_hand(net, widen):
+    relu, norm = elements(widen)
+    if widen == 1:
+        assert (round(relu / 1e6, 2), round(norm / 1e6, 2)) == (9.61, 11.11)
+    report = memory.count(net, 1, "lossless")
+    pool = 64 * 56**2
+    channels = 64 + sum(4 * w + n * (2 * widen * w + 4 * w) for w, n, *_ in STAGES)  # of all batch norms
+    # Statistics; input of the linear layer, log-probabilities, target and total weight of the loss.
+    rest = 4 * 2 * channels + 4 * 2048 + 4 * 1000 + 8 + 4
+    assert report.held_nbytes == 4 * 3 * 224**2
+    assert report.plain_nbytes == 4 * (relu + norm + pool) + 8 * pool + rest
+
+
+def test_items_add_up_to_the_report():
+    report = memory.count("ResNet-50", 64, "division")
+    relu, norm = elements(1)
+    items = memory.stored_items(report)
+    assert sum(items.values()) == report.stored_nbytes + report.held_nbytes
+    assert items[memory.MASKS] == 64 * relu // 8
+    assert items[memory.POSITIONS] == 64 * 64 * 56**2 // 2
+    published = memory.published_items(report, lambda meta: 4 * meta.numel)
+    assert published[memory.NORMS] == 64 * 4 * norm
+    assert published[memory.MASKS] == items[memory.MASKS]
+    assert published[memory.COPY] == published[memory.IMAGE] == items[memory.IMAGE] == 64 * 4 * 3 * 224**2
+
+
+def test_published_group_has_two_float32_numbers():
+    meta = TensorMeta((2, 3, 10, 10), (300, 100, 10, 1), torch.float32)
+    assert memory._groups_with_wide_sides(meta) == 2 * (300 * 2 // 8 + 2 * 8)
+
+
+@pytest.mark.parametrize("net", memory.PUBLISHED_NETS)
+def test_published_figures_are_met(net):
+    for i, batch in enumerate(memory.NETS[net].batches):
+        figures = {row: figure[i] for row, figure in memory.PUBLISHED[net].items()}
+        report = memory.count(net, batch, "division")
+        if figures[memory.PLAIN] is not None:
+            plain = (report.plain_nbytes + report.held_nbytes) / memory.GIB
+            assert abs(plain / figures[memory.PLAIN] - 1) < 0.01
+        assert (report.stored_nbytes + report.held_nbytes) / memory.GIB < figures["DIVISION"]
+        if batch == 512:  # where what does not grow with the batch counts least
+            for row in memory.ROWS:
+                counted = sum(memory.published_items(report, row.size).values()) / memory.GIB
+                assert abs(counted / figures[row.published] - 1) < 0.01
+
+
+def test_stored_results_are_current():
+    with memory.RESULTS.open() as file:
+        table = list(csv.DictReader(file))
+    compared = [r for r in table if r["published_gib"] and r["row"] != memory.PLAIN]
+    assert len(compared) == 2 * 4 * len(memory.ROWS)
+    assert all(float(r["difference_percent"]) < 0 for r in compared), "docs/memory.md says that ours are smaller"
+    rows = [r for r in table if r["network"] == "ResNet-50" and r["batch"] == "64"]
+    assert [r["row"] for r in rows] == [memory.PLAIN, *(row.label for row in memory.ROWS)]
+    for stored, row in zip(rows[1:], memory.ROWS, strict=True):
+        report = memory.count("ResNet-50", 64, row.method, **row.options)
+        assert int(stored["nbytes"]) == report.stored_nbytes + report.held_nbytes, "run: make evidence-memory"
+        assert int(rows[0]["nbytes"]) == report.plain_nbytes + report.held_nbytes

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 
 class Bottleneck(nn.Module):
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, outputs: int, stride: int) -> None:
         super().__init__()
-        outputs = 4 * width
         self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
@@ -33,8 +32,8 @@ class Bottleneck(nn.Module):
         return self.relu(out)
 
 
-def resnet50(classes: int = 1000) -> nn.Sequential:
-    """The layers and their order as in torchvision."""
+def resnet50(classes: int = 1000, widen: int = 1) -> nn.Sequential:
+    """The layers and their order as in torchvision; ``widen=2`` is WRN-50-2."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, 3, bias=False),
         nn.BatchNorm2d(64),
@@ -44,7 +43,7 @@ def resnet50(classes: int = 1000) -> nn.Sequential:
     inputs = 64
     for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
         for i in range(blocks):
-            layers.append(Bottleneck(inputs, width, stride if i == 0 else 1))
+            layers.append(Bottleneck(inputs, widen * width, 4 * width, stride if i == 0 else 1))
             inputs = 4 * width
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
     return nn.Sequential(*layers)

@@ -1,4 +1,4 @@
-"""The two networks that methods are judged on."""
+"""The two networks that methods are judged on, and one whose memory is counted."""
 
 from __future__ import annotations
 
@@ -74,3 +74,51 @@ class TextClassifier(nn.Module):
     def forward(self, numbers: Tensor) -> Tensor:
         x = self.words(numbers) + self.places[: numbers.shape[1]]
         return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class DenseLayer(nn.Module):
+    """A 1x1 and a 3x3 convolution behind batch norm and ReLU, over everything the block has made so far."""
+
+    def __init__(self, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, 4 * growth, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(4 * growth)
+        self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        out = self.conv1(self.relu(self.norm1(torch.cat(parts, 1))))
+        return self.conv2(self.relu(self.norm2(out)))
+
+
+class DenseBlock(nn.Module):
+    """Dense layers, each fed with the outputs of all before it."""
+
+    def __init__(self, inputs: int, growth: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DenseLayer(inputs + i * growth, growth) for i in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [x]
+        for layer in self.layers:
+            parts.append(layer(parts))
+        return torch.cat(parts, 1)
+
+
+def densenet161(classes: int = 1000) -> nn.Sequential:
+    """The layers and their order as in torchvision, for 224x224 images."""
+    growth, width = 48, 96
+    layers: list[nn.Module] = [
+        *(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    for depth in (6, 12, 36, 24):
+        if len(layers) > 4:
+            layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, width // 2, 1, bias=False)]
+            layers.append(nn.AvgPool2d(2))
+            width //= 2
+        layers.append(DenseBlock(width, growth, depth))
+        width += depth * growth
+    layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))

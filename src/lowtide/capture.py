@@ -15,6 +15,8 @@ What it relies on, tested by :func:`probe` when a session opens
     is consulted while the node is new.
     ``torch._C._storage_Use_Count``: tells whether only the graph keeps a storage. Without it a tensor
     is encoded as soon as it is saved.
+    ``torch._subclasses.FakeTensor``: tensors without data, whose storages are as those of real ones. Without it
+    they are listed and kept, like any subclass.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from torch.overrides import TorchFunctionMode
 _MARK = "lowtide"
 _RAW = "_raw_saved_"
 _PARAMETER_NODE = "AccumulateGrad"
+_FAKE: Any = getattr(torch, "_subclasses", None)
+_FakeTensor: Any = getattr(_FAKE, "FakeTensor", type(None))
+_without_fake_mode: Any = getattr(getattr(_FAKE, "fake_tensor", None), "unset_fake_temporarily", contextlib.nullcontext)
 
 
 class Site(NamedTuple):
@@ -108,7 +113,7 @@ def probe() -> Abilities:
     """Try every private name on a tiny graph, once for each process."""
     slots = foreign = False
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=()):
+        with _without_fake_mode(), torch.enable_grad(), torch.random.fork_rng(devices=()):
             x = torch.tensor([0.5, -0.5], requires_grad=True)
             y = torch.nn.functional.gelu(x * 1.0)
             node: Any = y.grad_fn
@@ -152,9 +157,28 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def has_storage(tensor: Any) -> bool:
+    """A strided tensor of torch's own kinds, a fake one included: no sparse, no nested one, no other subclass."""
+    kind = type(tensor)
+    known = kind is Tensor or kind is nn.Parameter or (kind is _FakeTensor and not _is_traced())
+    return known and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_traced() -> bool:
+    """Does somebody record the calls on fake tensors, to run them on real ones later?"""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # not loaded with torch itself
+
+    return get_proxy_mode() is not None
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Are there values behind the tensor? Not in a fake one, and not on the meta device."""
+    return not (isinstance(tensor, _FakeTensor) or tensor.is_meta)
+
+
 def is_plain(tensor: Any) -> bool:
     """A strided tensor with a storage of its own: no subclass, no wrapper of torch.func, no forward-mode dual."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
+    if not has_storage(tensor):
         return False
     dual: Any = torch.autograd.forward_ad.unpack_dual
     return storage_of(tensor) is not None and dual(tensor).tangent is None
@@ -398,7 +422,7 @@ class Capture(TorchFunctionMode):
                 return
         elif type(tensor) is nn.Parameter or is_parameter(tensor):
             return
-        elif type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
+        elif has_storage(tensor):
             storage = storage_of(tensor)
         self._visit(Slot(self._site(op, slot), tensor, storage, node, call, saved, twin))
 

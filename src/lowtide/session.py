@@ -253,6 +253,7 @@ class Session:
         self._decoded: weakref.ref[_Handle] | None = None
         self._rows: list[_Row] = []
         self._counted: dict[int, tuple[weakref.ref[Any], _Row]] = {}
+        self._without_data = False
 
     # ------------------------------------------------------------ lifetime
 
@@ -273,9 +274,9 @@ class Session:
                 stacklevel=3,
             )
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        plain = (t for t in tensors if type(t) in (Tensor, nn.Parameter))
-        self._static = {capture.storage_id(t.untyped_storage()) for t in plain}
+        self._static = {capture.storage_id(t.untyped_storage()) for t in tensors if capture.has_storage(t)}
         self._rows.clear()
+        self._without_data = False
         self._forget()
         self._forwards = 0
         if self._tuner is not None:
@@ -571,6 +572,11 @@ class Session:
         codec: Codec | None,
         lossless: list[Codec],
     ) -> _Part:
+        if not capture.has_data(tensor):
+            # Nothing to pack, and nothing to check: the bytes reported are predicted ones in any case.
+            self._without_data = True
+            form = _SHAPE_ONLY.encode(tensor, key=0)
+            return _Part(None if codec is None else form, dict.fromkeys(lossless, form), None)
         packs = {exact: exact.encode(tensor, key=0) for exact in lossless} if lossless else {}
         if codec is None:
             return _Part(None, packs, None)
@@ -684,6 +690,10 @@ class Session:
             notes.append(f"torch {torch.__version__} hides saved tensors: nothing was compressed")
         if self._abilities.sole is None:
             notes.append("torch hides storage owners: tensors were encoded as soon as they were saved")
+        if self._without_data:
+            notes.append(
+                "tensors without data: bytes are those of a real run, if every tensor has the values its rule expects"
+            )
         slow = {name: state for name, state in kernels.status().items() if not state.startswith("numba")}
         if self.tuner_seconds:
             notes.append(f"deciding and measuring took {1e3 * self.tuner_seconds:.1f} ms since the session began")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from .capture import Site
-from .codecs import BlockMean, Cast, Codec, GroupQuant, Projection, TensorMeta
+from .codecs import BlockMean, Cast, Codec, Derived, GroupQuant, Projection, SixSigma, TensorMeta
 from .codecs.base import layout_of, require, require_positive
 from .codecs.lossy import BITS
 from .planner import Plan
@@ -125,6 +125,35 @@ class Division(Method):
             bits = _bits(use.need, self.bits, self.propagating_bits)
             return BlockMean(self.block, use.dims, bits, self.group, self.faithful)
         return _groups(use, self.bits, self.group, self.propagating_bits)
+
+
+@dataclass(frozen=True)
+class Blpa(Method):
+    """One code for a unit of convolution, BN and ReLU: BN's input (Chakrabarti and Moseley 2019), groups elsewhere.
+
+    The convolution's input is rebuilt from the code and the exact mask, as is every input that can be and needs no
+    more than ``bits`` bits. What cannot (after an addition, say) is stored in ``bits`` bits as in ``division``.
+
+    ``faithful=True`` stores BN's inputs by the published quantizer, which is **biased** (see ``SixSigma``).
+    """
+
+    name: ClassVar[str] = "blpa"
+    derives: ClassVar[bool] = True
+    bits: int = 4
+    faithful: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.bits, None)
+        if self.faithful:
+            SixSigma(self.bits)
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Nothing for what can be rebuilt from values that are precise enough."""
+        if use.derivable and use.need in _FLOOR and self.bits >= _FLOOR[use.need]:
+            return Derived()
+        if self.faithful and use.need is Need.BATCH and len(use.meta.shape) >= 2:
+            return SixSigma(self.bits)
+        return Division(bits=self.bits).codec_for(use)
 
 
 @dataclass(frozen=True)
@@ -240,14 +269,14 @@ def _check(bits: int, propagating: int | None) -> None:
         require(propagating, BITS, "propagating_bits")
 
 
-_NAMED: dict[str, type[Method]] = {m.name: m for m in (Lossless, Division, ActNN, Pool, LowRank, CastAll)}
+_NAMED: dict[str, type[Method]] = {m.name: m for m in (Lossless, Division, ActNN, Blpa, Pool, LowRank, CastAll)}
 
 
 def methods() -> dict[str, str]:
     """Every method by name, with its options and what it does.
 
     >>> print(*methods(), sep=", ")
-    lossless, division, actnn, pool, lowrank, cast
+    lossless, division, actnn, blpa, pool, lowrank, cast
     """
     return {name: f"{name}{_options(kind)}: {(kind.__doc__ or '').splitlines()[0]}" for name, kind in _NAMED.items()}
 

@@ -26,6 +26,7 @@ LAYERS = [
     ["rules"],
     ["twins", "derive"],
     ["capture"],
+    ["offload"],
     ["codecs"],
     ["ops"],
     ["kernels"],

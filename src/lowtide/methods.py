@@ -17,6 +17,7 @@ from .capture import Site
 from .codecs import BlockMean, Cast, Codec, Derived, GroupQuant, Projection, SixSigma, TensorMeta
 from .codecs.base import layout_of, require, require_positive
 from .codecs.lossy import BITS
+from .offload import HOMES
 from .planner import Plan
 from .rules import Need
 from .twins import pooled_convolution
@@ -44,6 +45,8 @@ class Method(ABC):
     name: ClassVar[str]
     derives: ClassVar[bool] = False
     """Does it ask for tensors to be rebuilt from others? Finding out which can be costs a little time."""
+    home: str = "device"
+    """Where the packed values lie (``offload.HOMES``). Masks and other exact forms stay on the device."""
 
     @abstractmethod
     def codec_for(self, use: Use) -> Codec | None:
@@ -87,16 +90,21 @@ class Lossless(Method):
 
 @dataclass(frozen=True)
 class ActNN(Method):
-    """Random rounding in groups within a sample (Chen et al. 2021), the same bits for each layer."""
+    """Random rounding in groups within a sample (Chen et al. 2021), the same bits for each layer.
+
+    ``home`` is where the codes lie: ``"device"``, ``"host"`` (the same on a CPU) or ``"file"`` (see ``offload``).
+    """
 
     name: ClassVar[str] = "actnn"
     bits: int = 2
     group: int = 256
     propagating_bits: int | None = None
+    home: str = "device"
 
     def __post_init__(self) -> None:
         _check(self.bits, self.propagating_bits)
         require_positive(self.group, "group")
+        require(self.home, HOMES, "home")
 
     def codec_for(self, use: Use) -> Codec | None:
         """Groups for everything."""

@@ -26,8 +26,9 @@ from .codecs import FLOATS, BlockMean, Codec, Derived, NotRepresentable, Packed,
 from .codecs.base import layout_of
 from .derive import Origin, origin_of
 from .methods import Method, Use, resolve
+from .offload import Moved, fetch, send
 from .planner import Plan
-from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport
+from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport, size
 from .rules import Need, rule_for
 
 MIN_NUMEL = 4096
@@ -42,7 +43,7 @@ _ticks = itertools.count()  # gives each session of a process its own rounding n
 class _Row:
     """One saved tensor in the making of a report; never holds a tensor."""
 
-    __slots__ = ("codecs", "kept", "meta", "plain", "site", "state", "stored", "why")
+    __slots__ = ("away", "codecs", "kept", "meta", "place", "plain", "site", "state", "stored", "why")
 
     def __init__(self, site: Site, meta: TensorMeta | None, state: str, plain: int, why: str | Site) -> None:
         self.site = site
@@ -50,6 +51,7 @@ class _Row:
         self.state = state
         self.plain = self.stored = plain
         self.codecs: tuple[object, ...] = ()
+        self.away, self.place = 0, ""  # bytes that left the device, and where they are
         self.why = why
         self.kept: str | None = None  # why autograd itself keeps this storage, if a slot is not hooked
 
@@ -62,7 +64,7 @@ class _Row:
     def finished(self) -> SiteReport:
         meta = self.meta
         shape, dtype = ((), "") if meta is None else (tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
-        codec = " + ".join(map(str, self.codecs))
+        codec = " + ".join(map(str, self.codecs)) + (f", {self.place}" if self.place else "")
         why = f"stored at {self.why}" if self.state == SHARED else str(self.why)
         return SiteReport(self.site, shape, dtype, self.state, self.plain, self.stored, codec, why)
 
@@ -147,7 +149,7 @@ class _Reference:
         packed = part.values if self.twin else None
         if not isinstance(packed, Packed) or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
             return None
-        return packed.codec.small(packed)
+        return packed.codec.small(fetch(packed))
 
     def view(self, whole: Tensor) -> Tensor:
         """This reference's part of the storage that ``whole`` fills."""
@@ -520,7 +522,11 @@ class Session:
             return
         handle.raw = None
         used = [c for codec, lossless in chosen for c in (codec, *lossless) if c is not None]
-        handle.row.compressed(total, *dict.fromkeys(used))
+        for part in handle.parts.values():
+            if isinstance(part.values, Moved):
+                handle.row.away += part.values.nbytes
+                handle.row.place = part.values.place
+        handle.row.compressed(total - handle.row.away, *dict.fromkeys(used))
 
     def _choose(
         self, meta: TensorMeta, consumers: list[_Consumer], origin: Origin | None
@@ -566,7 +572,10 @@ class Session:
             handle.row.why = f"rebuilt from {_place(handle.origin)}"
             return _Part(_Rebuilt(handle.origin, meta), packs, support)
         key = _signed(_site_hash(consumers[0].site) ^ handle.noise)
-        return _Part(codec.encode(tensor, key=key, support=support), packs, support)
+        packed = codec.encode(tensor, key=key, support=support)
+        if meta.numel >= self._min_numel:
+            packed = send(packed, self.method.home)
+        return _Part(packed, packs, support)
 
     # ------------------------------------------------------------ backward
 
@@ -619,6 +628,9 @@ class Session:
         slow = {name: state for name, state in kernels.status().items() if not state.startswith("numba")}
         if slow:
             notes.append(f"slow reference kernels served for {', '.join(slow)} ({next(iter(slow.values()))})")
+        for place in dict.fromkeys(row.place for row in self._rows if row.place):
+            away = sum(row.away for row in self._rows if row.place == place)
+            notes.append(f"{size(away)} of packed values are {place}, not on the device, and not counted as stored")
         return Report(_describe(self.method), rows, tuple(notes))
 
 

@@ -59,6 +59,7 @@ ENTRIES = [
     *(Entry("pool", "pool", {"kernel": kernel}) for kernel in (2, 4)),
     *(Entry("cast", "cast", {"dtype": dtype}) for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2")),
     *_bits("blpa", 4, 8),
+    *_bits("blpa", 4, 8, series="blpa, as published", faithful=True),
     *_bits("tinyscript", 1, 2, 4),
     *_bits("gact", 2, 4, 8),
     *_bits("lowrank", 2, 4),

@@ -36,6 +36,7 @@ from lowtide.codecs import (
     Raw,
     SampleQuant,
     ShapeOnly,
+    SixSigma,
     TensorMeta,
     TwoValue,
     from_config,
@@ -80,12 +81,13 @@ CODECS: list[Codec] = [
     Projection(40, 8, group=7),
     Projection(3, 0, "subspace"),
     Projection(5, 8, "subspace"),
+    *(SixSigma(b) for b in (1, 2, 4, 8)),
     Cast("bfloat16"),
     Cast("float16"),
     *(Cast(n) for n in FP8),
     *(Cast(n, 16) for n in FP8),
 ]
-LOSSY = [c for c in CODECS if isinstance(c, (GroupQuant, SampleQuant, BlockMean, Projection, Cast))]
+LOSSY = [c for c in CODECS if isinstance(c, (GroupQuant, SampleQuant, BlockMean, Projection, SixSigma, Cast))]
 ROUNDED = [c for c in LOSSY if isinstance(c, (GroupQuant, SampleQuant, BlockMean)) and c.bits]
 RANDOM = [*ROUNDED, *(c for c in LOSSY if isinstance(c, Projection))]
 INTEGERS = (Indices, PoolOffsets)
@@ -161,7 +163,7 @@ def _fits(codec: Codec, tensor: Tensor) -> bool:
     shape = tensor.shape
     if isinstance(codec, SampleQuant):
         return bool(shape) and len(codec.bits) == shape[0] and tensor.stride(0) == max(tensor.stride())
-    dims = {BlockMean: getattr(codec, "dims", 0), PoolOffsets: 2}.get(type(codec), 0)
+    dims = {BlockMean: getattr(codec, "dims", 0), PoolOffsets: 2, SixSigma: 2}.get(type(codec), 0)
     return len(shape) >= dims
 
 
@@ -233,7 +235,8 @@ def _bound(codec: Codec, x: Tensor) -> Tensor | float:
     up by at most 2**-7, and an error stays below one step. Block means: differences span at most twice the
     range plus the rounding of the means (2**-8). Projections: an orthogonal one cannot lengthen a row, a random one
     mixes each value with all others of its row; codes of ``y`` add at most their step, and rounding ``y`` or the
-    basis two units of the type, each as often as there are columns. Casts: half a unit of the type, relative to the
+    basis two units of the type, each as often as there are columns. Six sigma: half a bin, and what lies beyond three
+    deviations. Casts: half a unit of the type, relative to the
     value or, in the subnormal range, to the scale.
     """
     if x.numel() == 0:
@@ -249,6 +252,10 @@ def _bound(codec: Codec, x: Tensor) -> Tensor | float:
         columns = codecs.base.layout_of(tuple(x.shape), x.stride()).sizes[-1:] or (1,)
         step = 2 * (1 + 2.0**-6) ** 2 / (2**codec.bits - 1) if codec.bits else 0.0
         return columns[0] * largest * (1 + step + 4 * torch.finfo(x.dtype).eps) + rounding
+    if isinstance(codec, SixSigma):
+        others = [d for d in range(x.dim()) if d != 1]
+        mean, deviation = wide.mean(others, keepdim=True), wide.std(others, correction=0, keepdim=True)
+        return 3 * deviation / 2**codec.bits + ((wide - mean).abs() - 3 * deviation).clamp_min(0) + rounding
     if isinstance(codec, SampleQuant):
         return _bound(GroupQuant(min(codec.bits), codec.group), x)
     if isinstance(codec, GroupQuant):
@@ -418,6 +425,9 @@ def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> No
         (lambda: Projection(2, 9), "bits must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8; got 9"),
         (lambda: Projection(2, kind="svd"), "kind must be one of random, subspace; got 'svd'"),
         (lambda: Projection(2, group=0), "group must be a whole number of at least 1; got 0"),
+        (lambda: SixSigma(3), "bits must be one of 1, 2, 4, 8; got 3"),
+        (lambda: SixSigma(True), "bits must be one of 1, 2, 4, 8; got True"),
+        (lambda: SixSigma().encode(torch.zeros(3), key=0), r"channels in dimension 1; got a tensor of shape \(3,\)"),
         (lambda: GroupQuant(8, levels=(0.0, 1.0)), "levels go with 1 to 4 bits; got bits=8"),
         (lambda: BlockMean(bits=0, levels=(0.0, 1.0)), "levels go with 1 to 4 bits; got bits=0"),
         (lambda: GroupQuant(2, levels=(0.0, 1.0)), "levels must be a tuple of 4 numbers from 0.0 to 1.0 with 2 bits"),
@@ -468,8 +478,8 @@ CONSTANTS = (0.0, -0.0, 0.1, -0.1, 1 + 2.0**-8, 1 + 2.0**-8 + 2.0**-23, 1e-40, -
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, (GroupQuant, BlockMean))], ids=_ids)
-def test_constants_are_exact(codec: GroupQuant | BlockMean, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, (GroupQuant, BlockMean, SixSigma))], ids=_ids)
+def test_constants_are_exact(codec: GroupQuant | BlockMean | SixSigma, dtype: torch.dtype) -> None:
     """Zeros may lose their sign; pooling rounds its sums and may overflow them."""
     for value, shape in itertools.product(CONSTANTS, ((2, 3, 9, 10), (2, 3, 1, 1), (1, 1, 7, 8, 5))):
         x = torch.full(shape, value).to(dtype)
@@ -512,6 +522,9 @@ def test_what_is_not_finite_never_looks_finite(codec: Codec, dtype: torch.dtype,
                 assert int((~finite).sum()) == 1
         elif getattr(codec, "kind", "") == "subspace":
             assert bool(out.isnan().all())
+        elif isinstance(codec, SixSigma):
+            assert torch.equal(out[:, :2], before[:, :2]) if at[1] == 2 else torch.equal(out[:, 1:], before[:, 1:])
+            assert bool(out[:, at[1]].isnan().all())
         elif getattr(codec, "layout", "") != "flat":
             others = [n for n in range(4) if n != at[0]]
             assert torch.equal(out[others], before[others])
@@ -567,7 +580,7 @@ def test_huge_values_are_right_or_nan(codec: Codec, largest: float) -> None:
                 assert bool(right.all())
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, (GroupQuant, BlockMean))], ids=repr)
+@pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, (GroupQuant, BlockMean, SixSigma))], ids=repr)
 def test_the_largest_half_does_not_overflow(codec: Codec) -> None:
     """Rounding up must not leave the tensor's own type: 65504 is a value fp16 training meets."""
     largest = torch.finfo(torch.float16).max

@@ -28,6 +28,7 @@ LAYERS = [
     ["rules"],
     ["twins", "derive"],
     ["capture"],
+    ["offload"],
     ["codecs"],
     ["ops"],
     ["kernels"],

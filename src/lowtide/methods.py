@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from .capture import Site
-from .codecs import BlockMean, Cast, Codec, GroupQuant, Projection
+from .codecs import BlockMean, Cast, Codec, Derived, GroupQuant, Projection, SixSigma
 from .codecs.base import layout_of, require, require_positive
 from .codecs.lossy import BITS
 from .mixing import BitTuner, MixTuner, Probed
@@ -32,6 +32,8 @@ class Method(ABC):
     name: ClassVar[str]
     derives: ClassVar[bool] = False
     """Does it ask for tensors to be rebuilt from others? Finding out which can be costs a little time."""
+    home: str = "device"
+    """Where the packed values lie (``offload.HOMES``). Masks and other exact forms stay on the device."""
 
     @abstractmethod
     def codec_for(self, use: Use) -> Codec | None:
@@ -84,7 +86,8 @@ class ActNN(Method):
     ``level`` as published: L0 only what is lossless; L1 4 bits, batch norms exact; L2 4 bits for all; L3 ``bits`` (2)
     on average, given to the samples and layers of maps where they lower the variance of the gradient most; samples by
     their ranges in every step, layers by the gradients of every ``refresh``-th. ``bits`` replaces a level's own; a
-    fraction goes with L3.
+    fraction goes with L3. L4 and L5 are L3 with the codes in host memory (the same on a CPU) or in memory that a file
+    backs, which the system may write out.
     """
 
     name: ClassVar[str] = "actnn"
@@ -101,6 +104,11 @@ class ActNN(Method):
         _check(self._whole, self.propagating_bits)
         require_positive(self.group, "group")
         require_positive(self.refresh, "refresh")
+
+    @property
+    def home(self) -> str:  # type: ignore[override]
+        """Where codes lie."""
+        return {"L4": "host", "L5": "file"}.get(self.level, "device")
 
     @property
     def _adapts(self) -> bool:
@@ -147,6 +155,35 @@ class Division(Method):
             bits = _bits(use.need, self.bits, self.propagating_bits)
             return BlockMean(self.block, use.dims, bits, self.group, self.faithful)
         return _groups(use, self.bits, self.group, self.propagating_bits)
+
+
+@dataclass(frozen=True)
+class Blpa(Method):
+    """One code for a unit of convolution, BN and ReLU: BN's input (Chakrabarti and Moseley 2019), groups elsewhere.
+
+    The convolution's input is rebuilt from the code and the exact mask, as is every input that can be and needs no
+    more than ``bits`` bits. What cannot (after an addition, say) is stored in ``bits`` bits as in ``division``.
+
+    ``faithful=True`` stores BN's inputs by the published quantizer, which is **biased** (see ``SixSigma``).
+    """
+
+    name: ClassVar[str] = "blpa"
+    derives: ClassVar[bool] = True
+    bits: int = 4
+    faithful: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.bits, None)
+        if self.faithful:
+            SixSigma(self.bits)
+
+    def codec_for(self, use: Use) -> Codec | None:
+        """Nothing for what can be rebuilt from values that are precise enough."""
+        if use.derivable and use.need in _FLOOR and self.bits >= _FLOOR[use.need]:
+            return Derived()
+        if self.faithful and use.need is Need.BATCH and len(use.meta.shape) >= 2:
+            return SixSigma(self.bits)
+        return Division(bits=self.bits).codec_for(use)
 
 
 @dataclass(frozen=True)
@@ -365,7 +402,7 @@ class Only(Method):
         return self.codec if self.site in use.sites else None
 
 
-_LEVELS = ("L0", "L1", "L2", "L3")
+_LEVELS = ("L0", "L1", "L2", "L3", "L4", "L5")
 
 
 def _average(bits: float) -> None:
@@ -380,7 +417,7 @@ def _check(bits: int, propagating: int | None) -> None:
 
 
 _NAMED: dict[str, type[Method]] = {
-    m.name: m for m in (Lossless, Auto, Division, ActNN, Gact, TinyScript, Pool, LowRank, CastAll)
+    m.name: m for m in (Lossless, Auto, Division, ActNN, Gact, Blpa, TinyScript, Pool, LowRank, CastAll)
 }
 
 
@@ -388,7 +425,7 @@ def methods() -> dict[str, str]:
     """Every method by name, with its options and what it does.
 
     >>> print(*methods(), sep=", ")
-    lossless, auto, division, actnn, gact, tinyscript, pool, lowrank, cast
+    lossless, auto, division, actnn, gact, blpa, tinyscript, pool, lowrank, cast
     """
     return {name: f"{name}{_options(kind)}: {(kind.__doc__ or '').splitlines()[0]}" for name, kind in _NAMED.items()}
 

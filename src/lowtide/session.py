@@ -28,9 +28,10 @@ from .codecs.base import flatten, layout_of
 from .derive import Origin, origin_of
 from .methods import Method, Only, Survey, resolve
 from .mixing import Probed
+from .offload import Moved, fetch, send
 from .planner import Plan
 from .replay import Sketch, gradients
-from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport
+from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport, size
 from .rules import Need, rule_for
 from .tuning import Use
 
@@ -46,7 +47,7 @@ _ticks = itertools.count()  # gives each session of a process its own rounding n
 class _Row:
     """One saved tensor in the making of a report; never holds a tensor."""
 
-    __slots__ = ("codecs", "kept", "meta", "plain", "site", "state", "stored", "why")
+    __slots__ = ("away", "codecs", "kept", "meta", "place", "plain", "site", "state", "stored", "why")
 
     def __init__(self, site: Site, meta: TensorMeta | None, state: str, plain: int, why: str | Site) -> None:
         self.site = site
@@ -54,6 +55,7 @@ class _Row:
         self.state = state
         self.plain = self.stored = plain
         self.codecs: tuple[object, ...] = ()
+        self.away, self.place = 0, ""  # bytes that left the device, and where they are
         self.why = why
         self.kept: str | None = None  # why autograd itself keeps this storage, if a slot is not hooked
 
@@ -66,7 +68,7 @@ class _Row:
     def finished(self) -> SiteReport:
         meta = self.meta
         shape, dtype = ((), "") if meta is None else (tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
-        codec = " + ".join(map(str, self.codecs))
+        codec = " + ".join(map(str, self.codecs)) + (f", {self.place}" if self.place else "")
         why = f"stored at {self.why}" if self.state == SHARED else str(self.why)
         return SiteReport(self.site, shape, dtype, self.state, self.plain, self.stored, codec, why)
 
@@ -151,7 +153,7 @@ class _Reference:
         packed = part.values if self.twin else None
         if not isinstance(packed, Packed) or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
             return None
-        return packed.codec.small(packed)
+        return packed.codec.small(fetch(packed))
 
     def view(self, whole: Tensor) -> Tensor:
         """This reference's part of the storage that ``whole`` fills."""
@@ -532,7 +534,11 @@ class Session:
             return
         handle.raw = None
         used = [c for codec, lossless in chosen for c in (codec, *lossless) if c is not None]
-        handle.row.compressed(total, *dict.fromkeys(used))
+        for part in handle.parts.values():
+            if isinstance(part.values, Moved):
+                handle.row.away += part.values.nbytes
+                handle.row.place = part.values.place
+        handle.row.compressed(total - handle.row.away, *dict.fromkeys(used))
 
     def _choose(
         self, tensor: Tensor, meta: TensorMeta, consumers: list[_Consumer], origin: Origin | None
@@ -589,7 +595,10 @@ class Session:
             handle.row.why = f"rebuilt from {_place(handle.origin)}"
             return _Part(_Rebuilt(handle.origin, meta), packs, support)
         key = _signed(_site_hash(consumers[0].site) ^ handle.noise)
-        return _Part(codec.encode(tensor, key=key, support=support), packs, support)
+        packed = codec.encode(tensor, key=key, support=support)
+        if meta.numel >= self._min_numel:
+            packed = send(packed, self.method.home)
+        return _Part(packed, packs, support)
 
     # ------------------------------------------------------------ backward
 
@@ -699,6 +708,9 @@ class Session:
             notes.append(f"deciding and measuring took {1e3 * self.tuner_seconds:.1f} ms since the session began")
         if slow:
             notes.append(f"slow reference kernels served for {', '.join(slow)} ({next(iter(slow.values()))})")
+        for place in dict.fromkeys(row.place for row in self._rows if row.place):
+            away = sum(row.away for row in self._rows if row.place == place)
+            notes.append(f"{size(away)} of packed values are {place}, not on the device, and not counted as stored")
         return Report(_describe(self.method), rows, tuple(notes))
 
 

@@ -1,6 +1,7 @@
 """Codecs: frozen values that turn a tensor into packed buffers and back."""
 
 from .base import Codec, NotRepresentable, Packed, TensorMeta, from_config, registered
+from .fixed import SixSigma
 from .lossless import Indices, Mask, PoolOffsets, Raw, ShapeOnly, TwoValue
 from .lossy import FLOATS, BlockMean, Cast, Derived, GroupQuant, SampleQuant
 from .projection import Projection
@@ -21,6 +22,7 @@ __all__ = [
     "Raw",
     "SampleQuant",
     "ShapeOnly",
+    "SixSigma",
     "TensorMeta",
     "TwoValue",
     "from_config",

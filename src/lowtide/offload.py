@@ -1,0 +1,121 @@
+"""Where packed bytes live: beside the computation, in host memory, or in a file (ActNN's levels 4 and 5).
+
+Decoding gives the same values from every home, on the device that encoded them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .codecs import Packed
+
+HOMES = ("device", "host", "file")
+_PLACES = {"host": "in host memory", "file": "in a file"}
+_ALIGNED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(Packed):
+    """Packed bytes that left the device; ``nbytes`` are those of the new home."""
+
+    device: torch.device
+    home: str
+
+    @property
+    def place(self) -> str:
+        """The home, for a reader."""
+        return _PLACES[self.home]
+
+    def decode(self, support: Tensor | None = None) -> Tensor:
+        """The tensor again, on its own device."""
+        return fetch(self).decode(support)
+
+
+def send(packed: Packed, home: str) -> Packed:
+    """The same bytes in another home."""
+    if home == "host":
+        return to_host(packed)
+    return to_file(packed) if home == "file" else packed
+
+
+def fetch(packed: Packed) -> Packed:
+    """The same bytes on the device that decodes them, without a copy if they are there."""
+    if not isinstance(packed, Moved):
+        return packed
+    return Packed(packed.codec, packed.meta, tuple(b.to(packed.device) for b in packed.buffers))
+
+
+def to_host(packed: Packed) -> Packed:
+    """Buffers of an accelerator in host memory, pinned where that is possible; those of a CPU are there already."""
+    device = packed.buffers[0].device
+    if device.type == "cpu":
+        return packed
+    return Moved(packed.codec, packed.meta, tuple(_on_host(b) for b in packed.buffers), device, "host")
+
+
+def _on_host(buffer: Tensor) -> Tensor:
+    try:
+        host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+    except RuntimeError:  # no pinned memory for this accelerator, or none left
+        host = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return host.copy_(buffer)
+
+
+def to_file(packed: Packed, folder: str | os.PathLike[str] | None = None) -> Packed:
+    """Buffers in one memory-mapped file without a name, whose pages the kernel may write out when memory is short.
+
+    ``folder`` is the system's folder for temporary files (``TMPDIR``) unless given; it has to be on a disk, since a
+    folder in memory saves none. The file's name is gone before any value is written, so nothing is left behind,
+    whatever ends the process; its room is given back with the last reader.
+    """
+    if packed.nbytes == 0:
+        return packed
+    starts, size = [], 0
+    for buffer in packed.buffers:
+        starts.append(size)
+        size += -(-buffer.numel() * buffer.element_size() // _ALIGNED) * _ALIGNED
+    mapped = _mapped(size, Path(tempfile.gettempdir() if folder is None else folder))
+    buffers = []
+    for start, buffer in zip(starts, packed.buffers, strict=True):
+        own = mapped[start : start + buffer.numel() * buffer.element_size()]
+        buffers.append(own.view(buffer.dtype).view(buffer.shape).copy_(buffer))
+    return Moved(packed.codec, packed.meta, tuple(buffers), packed.buffers[0].device, "file")
+
+
+def _mapped(size: int, folder: Path) -> Tensor:
+    """Memory of a file that has no name any more.
+
+    Its room is taken first: a write to a mapped file on a full disk would kill the process.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise _full(size, folder, free)
+    descriptor, name = tempfile.mkstemp(prefix="lowtide-", dir=folder)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _full(size, folder, shutil.disk_usage(folder).free) from error
+        raise
+    finally:
+        os.close(descriptor)
+        Path(name).unlink()
+
+
+def _full(size: int, folder: Path, free: int) -> OSError:
+    return OSError(
+        errno.ENOSPC,
+        f"packed activations need {size} bytes and {free} are free; make room, set TMPDIR to a larger disk, or leave "
+        "home='file'",
+        str(folder),
+    )

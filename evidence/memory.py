@@ -119,9 +119,9 @@ class Row(NamedTuple):
 ROWS = [
     Row("`division(faithful=True)`", "DIVISION", "division", {"faithful": True}, _division(2), _division(2)),
     Row("`division()`", "DIVISION", "division", {}, _division(2), _division(2)),
-    Row("`actnn(bits=2)`", "ActNN", "actnn", {"bits": 2}, _groups_with_wide_sides, _groups(2)),
-    Row("`actnn(bits=4)`", "BLPA (emulated 4-bit)", "actnn", {"bits": 4}, _division(4), _groups(4)),
-    Row("`actnn(bits=8)`", "AC-GC (emulated 8-bit)", "actnn", {"bits": 8}, _division(8), _groups(8)),
+    Row("`actnn(bits=2)`", "ActNN", "actnn", {"level": "L2", "bits": 2}, _groups_with_wide_sides, _groups(2)),
+    Row("`actnn(bits=4)`", "BLPA (emulated 4-bit)", "actnn", {"level": "L2", "bits": 4}, _division(4), _groups(4)),
+    Row("`actnn(bits=8)`", "AC-GC (emulated 8-bit)", "actnn", {"level": "L2", "bits": 8}, _division(8), _groups(8)),
 ]
 LAST_POOL = 2048 * 7 * 7 * 4
 """Bytes of an image at the last average pool of either ResNet. Its mean needs none of them for backward."""
@@ -304,7 +304,7 @@ def _others(found: list[Result]) -> str:
 
 def page(found: list[Result]) -> str:
     """The whole of ``docs/memory.md``."""
-    bert = count("BERT-large", 24, "actnn", bits=2)
+    bert = count("BERT-large", 24, "actnn", level="L2", bits=2)
     noise = sum(s.plain_nbytes for s in bert.sites if s.codec.startswith("two_value"))
     plain = max(abs(r.difference) for r in found if r.row == PLAIN and r.difference is not None)
     return f"""# Activation memory, beside the published tables

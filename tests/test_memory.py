@@ -23,7 +23,7 @@ from zoo import ZOO, densenet
 METHODS = {
     "lossless": {},
     "division": {},
-    "actnn": {"bits": 4},
+    "actnn": {"level": "L2", "bits": 4},
     "pool": {},
     "cast": {"dtype": "float8_e4m3fn"},
     "lowrank": {},

@@ -565,7 +565,7 @@ class Session:
         sources = () if origin is None else _sites_of(origin)
         use = Use(need, meta, spatial, tuple(sites), sources, rectified)
         codec = self.method.codec_for(use)
-        if codec is not None and self._tuner is not None:
+        if codec is not None and self._tuner is not None and capture.has_data(tensor):
             codec = self._tuner.codec_for(use, tensor, codec, _rebuild(origin, tensor, meta))
         return codec, lossless, None if codec is not None else f"{self.method.name} keeps these values"
 

@@ -264,11 +264,11 @@ class SampleTuner(Tuner):
             for layer in self._layers.values()
         ]
         sensitivity = [[list(site), float(value)] for site, value in self._sensitivity.items()]
-        return {"step": self._step, "refreshed": self._refreshed, "layers": layers, "sensitivity": sensitivity}
+        return {"refreshed": self._refreshed, "layers": layers, "sensitivity": sensitivity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        require_keys(state, {"step", "refreshed", "layers", "sensitivity"})
+        require_keys(state, {"refreshed", "layers", "sensitivity"})
         layers = {}
         for row in state["layers"]:
             sites = tuple(site_of(site) for site in row["sites"])
@@ -279,7 +279,7 @@ class SampleTuner(Tuner):
         self._sensitivity = {site_of(s): torch.tensor(v, dtype=torch.float64) for s, v in state["sensitivity"]}
         self._watched = {site for layer in layers.values() for site in layer.sites}
         self._left = set()
-        self._step, self._refreshed = state["step"], state["refreshed"]
+        self._refreshed = state["refreshed"]
         self._last = None
 
 

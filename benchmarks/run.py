@@ -277,6 +277,103 @@ def run_step(table: Table, full: bool) -> None:
         )
 
 
+# ---------------------------------------------------------------- limits: what bounds a codec and a compressed step
+
+
+LIMIT_CODECS = {"groups": codecs.GroupQuant(2, 256, "sample"), "block means": codecs.BlockMean(8, 2, 2)}
+
+
+def limits_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
+    """Nanoseconds a value: reading and writing alone, then each codec on maps of each size.
+
+    ``near`` is a tensor that stays in the second cache, ``far`` one of 103 MB. A codec that takes as long near as far
+    is bound by its instructions, one that takes as long as reading or writing alone by memory.
+    """
+    tune("tuned")
+    far = 25_690_112
+    found: dict[str, list[float]] = {}
+
+    def timed(name: str, numel: int, run: Any) -> None:
+        run()
+        for _ in range(argument["repeats"]):
+            inner = max(1, 4_000_000 // numel)
+            start = time.perf_counter()
+            for _ in range(inner):
+                run()
+            found.setdefault(name, []).append((time.perf_counter() - start) / inner / numel * 1e9)
+
+    x = torch.randn(far)
+    target = torch.empty_like(x)
+    timed("read", far, lambda: x.sum())
+    timed("write", far, lambda: target.fill_(1.0))
+    timed("copy", far, lambda: target.copy_(x))
+    for place, numel in (("near", 100_352), ("far", far)):
+        for side in (56, 28, 14, 7):
+            maps = x[: numel // side**2 // 16 * 16 * side**2].view(16, -1, side, side)
+            for name, codec in LIMIT_CODECS.items():
+                packed = codec.encode(maps, key=1)
+                timed(f"{name} encode {side} {place}", maps.numel(), lambda c=codec, m=maps: c.encode(m, key=1))
+                timed(f"{name} decode {side} {place}", maps.numel(), lambda p=packed: p.decode())
+    return {"nanoseconds": found}
+
+
+def kernels_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
+    """Seconds of a step inside each kernel, its calls, and seconds of the plain and the compressed step."""
+    tune("tuned")
+    torch.manual_seed(0)
+    subject = SUBJECTS[argument["subject"]](argument["batch"])
+    for _ in range(WARM):
+        step(subject, "plain")
+        step(subject, "division")
+    from lowtide.kernels import cpu
+
+    inside: dict[str, float] = {}
+    launch = cpu._run
+
+    def timed(name: str, *rest: Any) -> None:
+        start = time.perf_counter()
+        launch(name, *rest)
+        inside[name] = inside.get(name, 0.0) + time.perf_counter() - start
+
+    cpu._run = timed
+    seconds: dict[str, list[float]] = {"plain": [], "division": []}
+    for _ in range(argument["repeats"]):
+        for mode, times in seconds.items():
+            start = time.perf_counter()
+            step(subject, mode)
+            times.append(time.perf_counter() - start)
+    return {"inside": {k: v / argument["repeats"] for k, v in inside.items()}, "seconds": seconds}
+
+
+def run_limits(table: Table, full: bool) -> None:
+    repeats = 15 if full else 7
+    found = run_child("run:limits_child", {"repeats": repeats}, exact_rss=False)["nanoseconds"]
+    print("\nnanoseconds a float32 value, all threads, tuned allocator")
+    for name, values in found.items():
+        table.add(values, case="limits", subject=name, mode=name, allocator="tuned", metric="time", unit="ns/value")
+        print(f"  {name:30s} {statistics.median(values):7.3f}")
+    argument = {"subject": "resnet50", "batch": BATCH["resnet50"], "repeats": 5 if full else 3}
+    child = run_child("run:kernels_child", argument, exact_rss=False)
+    plain, ours = (statistics.median(child["seconds"][m]) for m in ("plain", "division"))
+    print(f"\nresnet50, division: step {ours:.3f} s, plain {plain:.3f} s, {ours / plain:.3f}x; inside kernels:")
+    for name, seconds in sorted(child["inside"].items(), key=lambda item: -item[1]):
+        table.add(
+            [seconds],
+            case="limits",
+            subject="resnet50",
+            size=16,
+            mode=name,
+            allocator="tuned",
+            metric="kernel",
+            unit="s",
+        )
+        print(f"  {name:30s} {1e3 * seconds:7.1f} ms")
+    for mode, times in child["seconds"].items():
+        table.add(
+            times, case="limits", subject="resnet50", size=16, mode=mode, allocator="tuned", metric="time", unit="s"
+        )
+
+
 # ---------------------------------------------------------------- overhead and scaling
 
 
@@ -390,7 +487,7 @@ def run_scaling(table: Table, full: bool) -> None:
         measure_steps(table, "scaling", "resnet50", batch, modes, 3, ("default",))
 
 
-CASES = {"codec": run_codec, "step": run_step, "overhead": run_overhead, "scaling": run_scaling}
+CASES = {"codec": run_codec, "step": run_step, "overhead": run_overhead, "limits": run_limits, "scaling": run_scaling}
 
 
 def main() -> None:

@@ -102,9 +102,13 @@ MEANS = 2 * 8192 / 64  # a bfloat16 for each block of 8 x 8
     [
         ("lossless", {}, 3 * 8192 * 4),
         ("cast", {"dtype": "bfloat16"}, 3 * 8192 * 2),
+        # A scale of two bytes for each group within the innermost dimension: 16 columns of a map, 2048 of a row.
+        ("cast", {"dtype": "float8_e4m3fn", "group": 128}, 3 * 8192 + 2 * (2 * 8192 / 16 + 8192 / 128)),
         ("pool", {"kernel": 2}, 8192 * 4 + 8192 * 4 / 4 + 8192 * 4),
         ("actnn", {"bits": 2}, 3 * GROUPS),
         ("division", {"bits": 2}, 2 * (MEANS + GROUPS) + GROUPS),
+        # What the second convolution reads is rebuilt from the input of batch norm.
+        ("division", {"bits": 2, "derive": True}, MEANS + GROUPS + GROUPS),
     ],
 )
 def test_bits_are_those_counted_by_hand(method, options, nbytes):
@@ -158,15 +162,28 @@ def test_lossless_has_no_error_and_rounding_has():
     assert 0 < actnn["error_of_mean"] < actnn["error"] < 1
 
 
-def test_measuring_leaves_the_model_as_it_was():
+@pytest.mark.parametrize("entry", [Entry("actnn", "actnn", {}), Entry("gact", "gact", {}, adapt=True)])
+def test_measuring_leaves_the_model_as_it_was(entry):
     model, batch = small_net(), small_batch()
     values, exact = values_of(model, batch), [gradient(model, batch)]
     before = copy.deepcopy(model.state_dict())
-    measure(model, Entry("actnn", "actnn", {}), [small_batch()], [batch], exact, values, seeds=2)
+    measure(model, entry, [small_batch()], [batch], exact, values, seeds=2)
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+def test_probes_see_a_quarter_of_the_first_warm_batch_only():
+    model, seen = small_net(), []
+    batch = Batch(torch.randn(16, 3, 16, 16), torch.randint(10, (16,)))
+    values, exact = values_of(model, batch), [gradient(model, batch)]
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    measure(model, Entry("gact", "gact", {}, adapt=True), [batch, batch], [batch], exact, values, seeds=1)
+    sizes = [len(x) for x in seen]
+    assert (sizes[0], sizes[-2:]) == (16, [16, 16])
+    assert sizes[1:-2] == [4] * 4  # exact, then one for each of three tensors
+    assert all(torch.equal(x, batch.x[:4]) for x in seen[1:-2])
 
 
 # ---------------------------------------------------------------- what is run

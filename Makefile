@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
 
-.PHONY: demo test check format bench bench-full evidence-fidelity clean
+.PHONY: demo test check format bench bench-full evidence-fidelity evidence-derived clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,9 @@ $(EVIDENCE): $(READY)
 evidence-fidelity: $(EVIDENCE)
 	$(BIN)/python -m evidence.fidelity
 	$(BIN)/python -m evidence.chart
+
+evidence-derived: $(EVIDENCE)
+	$(BIN)/python -m evidence.derived
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
 
-.PHONY: demo test check format bench bench-full evidence-fidelity evidence-memory clean
+.PHONY: demo test check format bench bench-full evidence-fidelity evidence-memory evidence-derived clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,9 @@ evidence-fidelity: $(EVIDENCE)
 
 evidence-memory: $(READY)
 	$(BIN)/python -m evidence.memory
+
+evidence-derived: $(EVIDENCE)
+	$(BIN)/python -m evidence.derived
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist

@@ -31,9 +31,9 @@ from lowtide.report import COMPRESSED
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 300
-SEEDS = 4
-WARM = 3
-"""Steps that a method sees before it is judged: adaptive ones choose by what they saw."""
+SEEDS = 3
+WARM = 2
+"""Steps that a method sees before it is judged: adaptive ones have chosen by the end of the first."""
 JUDGED = 2
 """Batches on which every method is judged."""
 NOISE_BATCHES = 40
@@ -45,25 +45,31 @@ class Entry(NamedTuple):
     series: str
     method: str
     options: dict[str, Any]
+    adapt: bool = False
+    """Let the method probe the gradient after the first warm step."""
 
 
-def _bits(method: str, *choices: int, series: str | None = None, **options: Any) -> list[Entry]:
-    return [Entry(series or method, method, {"bits": bits, **options}) for bits in choices]
+def _bits(method: str, *choices: float, series: str | None = None, adapt: bool = False, **options: Any) -> list[Entry]:
+    return [Entry(series or method, method, {"bits": bits, **options}, adapt) for bits in choices]
 
 
 ENTRIES = [
     Entry("lossless", "lossless", {}),
-    *_bits("actnn", 1, 2, 4, 8),
+    *_bits("actnn", 1, 2, 4, 8, series="actnn, fixed bits", level="L2"),
+    *_bits("actnn", 1.25, 2, 3, 4),
     *_bits("division", 1, 2, 4),
     *_bits("division", 2, series="division, as published", faithful=True),
+    *_bits("division", 4, series="division, derived", derive=True),
+    *_bits("auto", 1.5, 2, 2.3, 3, 4),
+    *_bits("auto", 2, 4, series="auto, probed", adapt=True),
+    *_bits("gact", 2, 4, series="gact, probed", adapt=True),
+    *_bits("tinyscript", 2, 3, 4),
+    *(e for kind in ("random", "subspace") for e in _bits("lowrank", 0, 4, series=f"lowrank, {kind}", kind=kind)),
     *(Entry("pool", "pool", {"kernel": kernel}) for kernel in (2, 4)),
     *(Entry("cast", "cast", {"dtype": dtype}) for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2")),
+    Entry("cast, groups", "cast", {"dtype": "float8_e4m3fn", "group": 128}),
     *_bits("blpa", 4, 8),
     *_bits("blpa", 4, 8, series="blpa, as published", faithful=True),
-    *_bits("tinyscript", 1, 2, 4),
-    *_bits("gact", 2, 4, 8),
-    *_bits("lowrank", 2, 4),
-    *_bits("auto", 2, 3, 4),
 ]
 AVAILABLE = lowtide.methods()
 
@@ -170,6 +176,10 @@ def trained(name: str, split: data.Split, steps: int) -> nn.Module:
 # ---------------------------------------------------------------- gradients
 
 
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.x), batch.y)
+
+
 def gradient(model: nn.Module, batch: Batch) -> Tensor:
     """The gradient of all parameters as one vector, always from the same random state.
 
@@ -177,7 +187,7 @@ def gradient(model: nn.Module, batch: Batch) -> Tensor:
     """
     torch.manual_seed(0)
     model.zero_grad(set_to_none=True)
-    F.cross_entropy(model(batch.x), batch.y).backward()
+    _loss(model, batch).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
 
 
@@ -291,6 +301,11 @@ def stored_bits(report: lowtide.Report, values: dict[lowtide.Site, Value]) -> fl
 # ---------------------------------------------------------------- measuring
 
 
+def _quarter(batch: Batch) -> Batch:
+    """Enough for a probe, at a quarter of the time."""
+    return Batch(*(part[: -(-len(part) // 4)] for part in batch))
+
+
 def measure(
     model: nn.Module,
     entry: Entry,
@@ -308,8 +323,10 @@ def measure(
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     handle = lowtide.attach(model, entry.method, **entry.options)
     try:
-        for batch in warm:
+        for i, batch in enumerate(warm):
             gradient(model, batch)
+            if entry.adapt and i == 0:
+                handle.adapt(functools.partial(_loss, model, _quarter(batch)))
         parts = []
         draws = seeds
         for batch, right in zip(judged, exact, strict=True):
@@ -365,7 +382,7 @@ def rows_of(name: str, steps: int, seeds: int) -> Iterator[dict[str, Any]]:
     values = values_of(model, judged[0])
     for entry in entries():
         found = measure(model, entry, warm, judged, exact, values, seeds)
-        options = " ".join(f"{key}={value}" for key, value in entry.options.items())
+        options = " ".join([f"{key}={value}" for key, value in entry.options.items()] + ["probed"] * entry.adapt)
         yield common | {"series": entry.series, "method": entry.method, "options": options} | found
 
 

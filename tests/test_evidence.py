@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lowtide
-from evidence import chart, data, fidelity, nets
+from evidence import chart, data, derived, fidelity, nets, shapes
 from evidence.fidelity import Batch, Entry, difference, entries, gradient, measure, sgd_noise, values_of
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -102,9 +102,13 @@ MEANS = 2 * 8192 / 64  # a bfloat16 for each block of 8 x 8
     [
         ("lossless", {}, 3 * 8192 * 4),
         ("cast", {"dtype": "bfloat16"}, 3 * 8192 * 2),
+        # A scale of two bytes for each group within the innermost dimension: 16 columns of a map, 2048 of a row.
+        ("cast", {"dtype": "float8_e4m3fn", "group": 128}, 3 * 8192 + 2 * (2 * 8192 / 16 + 8192 / 128)),
         ("pool", {"kernel": 2}, 8192 * 4 + 8192 * 4 / 4 + 8192 * 4),
         ("actnn", {"bits": 2}, 3 * GROUPS),
         ("division", {"bits": 2}, 2 * (MEANS + GROUPS) + GROUPS),
+        # What the second convolution reads is rebuilt from the input of batch norm.
+        ("division", {"bits": 2, "derive": True}, MEANS + GROUPS + GROUPS),
     ],
 )
 def test_bits_are_those_counted_by_hand(method, options, nbytes):
@@ -158,15 +162,28 @@ def test_lossless_has_no_error_and_rounding_has():
     assert 0 < actnn["error_of_mean"] < actnn["error"] < 1
 
 
-def test_measuring_leaves_the_model_as_it_was():
+@pytest.mark.parametrize("entry", [Entry("actnn", "actnn", {}), Entry("gact", "gact", {}, adapt=True)])
+def test_measuring_leaves_the_model_as_it_was(entry):
     model, batch = small_net(), small_batch()
     values, exact = values_of(model, batch), [gradient(model, batch)]
     before = copy.deepcopy(model.state_dict())
-    measure(model, Entry("actnn", "actnn", {}), [small_batch()], [batch], exact, values, seeds=2)
+    measure(model, entry, [small_batch()], [batch], exact, values, seeds=2)
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+def test_probes_see_a_quarter_of_the_first_warm_batch_only():
+    model, seen = small_net(), []
+    batch = Batch(torch.randn(16, 3, 16, 16), torch.randint(10, (16,)))
+    values, exact = values_of(model, batch), [gradient(model, batch)]
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    measure(model, Entry("gact", "gact", {}, adapt=True), [batch, batch], [batch], exact, values, seeds=1)
+    sizes = [len(x) for x in seen]
+    assert (sizes[0], sizes[-2:]) == (16, [16, 16])
+    assert sizes[1:-2] == [4] * 4  # exact, then one for each of three tensors
+    assert all(torch.equal(x, batch.x[:4]) for x in seen[1:-2])
 
 
 # ---------------------------------------------------------------- what is run
@@ -205,7 +222,48 @@ def test_nets_have_the_layers_they_promise():
     assert len(text.blocks) == 4
 
 
+def test_networks_have_as_many_weights_as_their_models():
+    def weights(model):
+        return sum(p.numel() for p in model.parameters())
+
+    # As torchvision counts them for 1000 classes; VGG's convolutions and norms alone, without the biases before norms.
+    assert weights(shapes.resnet50(1000)) == 25_557_032
+    assert weights(shapes.densenet121(1000)) == 7_978_856
+    assert weights(shapes.vgg16()) == 14_714_688 - 4224 + 2 * 4224 + 512 * 100 + 100
+    # Four projections, an MLP four times as wide, two norms: 85,054,464 in the twelve layers of BERT-base.
+    assert 12 * weights(shapes.BertBlock(768, 12)) == 85_054_464
+    assert weights(shapes.LlamaBlock(64, 4, 176, 8)) == 4 * 64**2 + 3 * 64 * 176 + 2 * 64
+
+
+def test_rotary_places_turn_pairs_by_their_distance():
+    block = shapes.LlamaBlock(32, 2, 64, 8)
+    q, k = torch.randn(16), torch.randn(16)
+    turned_q, turned_k = (block.turned(x.expand(8, 16)) for x in (q, k))
+    products = turned_q @ turned_k.T
+    for distance in range(8):
+        assert products.diagonal(distance).std(correction=0) == pytest.approx(0, abs=1e-5)
+    assert products.diagonal(0).mean() == pytest.approx(float(q @ k), rel=1e-5, abs=1e-5)
+
+
+def test_rows_of_derived_tensors_are_those_counted_by_hand(monkeypatch):
+    subject = derived.Subject("toy", small_net, small_batch, ("actnn",))
+    monkeypatch.setattr(derived, "SUBJECTS", {"toy": subject})
+    found = {(row["bits"], row["derive"]): row for row in derived.rows_of("toy", draws=1)}
+    for bits in derived.BITS:
+        plain, rebuilt = found[bits, False], found[bits, True]
+        assert (plain["rebuilt"], rebuilt["rebuilt"]) == (0, 1)
+        assert plain["stored_bits"] == pytest.approx(bits + 32 / 256)
+        assert rebuilt["stored_bits"] == pytest.approx((bits + 32 / 256) * 2 / 3)
+        assert plain["stored_nbytes"] - rebuilt["stored_nbytes"] == 8192 * bits / 8 + 4 * 8192 / 256
+
+
 # ---------------------------------------------------------------- docs
+
+
+def test_page_of_derived_tensors_is_that_of_the_rows():
+    rows = derived.read(fidelity.RESULTS / "derived.csv")
+    assert {row["net"] for row in rows} == set(derived.SUBJECTS)
+    assert (DOCS / "derived.md").read_text(encoding="utf-8") == derived.table(rows)
 
 
 def test_table_in_the_docs_is_that_of_the_rows():

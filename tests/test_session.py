@@ -808,6 +808,7 @@ def test_weight_gradients_are_unbiased():
         (lambda: lowtide.compress(net(), 7), TypeError, "expected a method's name"),
         (lambda: lowtide.compress(net(), Raw(), bits=2), TypeError, "go with a method's name"),
         (lambda: lowtide.compress(net(), "cast", dtype="int8"), ValueError, "dtype must be one of"),
+        (lambda: lowtide.compress(net(), "cast", group=128), ValueError, "group=128 goes with an 8-bit type"),
         (lambda: lowtide.compress(net(), "pool", kernel=0), ValueError, "kernel must be"),
         (lambda: lowtide.compress(net(), "actnn", seed="x"), TypeError, "seed must be"),
         (lambda: lowtide.compress(net(), "actnn", min_numel=-1), ValueError, "min_numel must be"),

@@ -334,19 +334,23 @@ class Auto(Method):
 
 @dataclass(frozen=True)
 class CastAll(Method):
-    """Every value in a smaller float type: bfloat16, float16, float8_e4m3fn or float8_e5m2."""
+    """Every value in a smaller float type: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+
+    ``group`` gives each run of so many values of an 8-bit type its own scale; 0 takes one for the tensor.
+    """
 
     name: ClassVar[str] = "cast"
     dtype: str = "bfloat16"
+    group: int = 0
 
     def __post_init__(self) -> None:
-        Cast(self.dtype)
+        Cast(self.dtype, self.group)
 
     def codec_for(self, use: Use) -> Codec | None:
         """One type for all; what passes through an exponential keeps at least 16 bits."""
         if use.need in (Need.EXPONENT, Need.LOGARITHM) and self.dtype.startswith("float8"):
             return Cast("bfloat16")
-        return Cast(self.dtype)
+        return Cast(self.dtype, self.group)
 
 
 @dataclass(frozen=True)

@@ -246,11 +246,14 @@ class MixTuner(Probed):
     def _decide(self) -> None:
         """Choose among the options of units: a tensor, or a source together with what can be rebuilt from it alone."""
         known = {site: seen for site, seen in self._seen.items() if self._sensitivity(seen) > 0}
-        child = {}
+        child: dict[Site, Site] = {}
+        children: set[Site] = set()
         for site, seen in known.items():
-            if len(seen.sources) == 1 and seen.sources[0] in known and seen.sources[0] not in child:
-                child[seen.sources[0]] = site
-        children = set(child.values())
+            source = seen.sources[0] if len(seen.sources) == 1 else None
+            # A source comes before what is derived from it, so of a chain every second one is somebody's child.
+            if source in known and source not in child and source not in children:
+                child[source] = site
+                children.add(site)
         units: list[list[tuple[float, int, dict[Site, Codec]]]] = []
         for site, seen in known.items():
             if site in children:

@@ -138,7 +138,7 @@ class CheckResult:
         if self.nonfinite:
             lines.append(f"  NaN or Inf in the gradient of {', '.join(self.nonfinite)}")
         worst = sorted(self.parameters.items(), key=lambda row: -row[1].error * row[1].norm)
-        table = [("worst parameters", "length", "error", "bias", "chance", "cosine", "SGD")]
+        table: list[tuple[str, ...]] = [("worst parameters", "length", "error", "bias", "chance", "cosine", "SGD")]
         for name, d in worst[:_SHOWN]:
             sgd = "-" if d.sgd_noise is None else f"{d.sgd_noise:.3g}"
             numbers = (d.norm, d.error, d.bias, d.chance, d.cosine)
@@ -486,18 +486,16 @@ def _sgd_noise(model: nn.Module, batch: Any, loss: LossFn, exact: Mapping[str, T
 
     The spread of the gradients of parts of ``b`` samples, times the root of ``b / B``, is that of batches of ``B``. A
     loss that sums over samples shows by parts that are too short by ``B / b``. Parts stand for the batch only if their
-    mean is near its gradient: batch norms and losses that couple samples can prevent it. With batch norms the mean
-    must be within half the noise, so that at most a quarter of the variance is theirs. Otherwise within twice the
-    noise, because dropout alone makes them differ by its own noise.
+    mean is near its gradient: batch norms and losses that couple samples can prevent it. It must be within half the
+    noise, so that at most a quarter of the variance is theirs. Dropout alone makes the two differ by noise of its own;
+    where random numbers are drawn, and no batch norm is suspect, twice the noise will do.
     """
     try:
         samples = _samples(batch)
         parts = min(PARTS, samples)
         part = samples // parts
-        found = [
-            _gathered(gradients(model, _seeded(model, loss, _slice(batch, i * part, (i + 1) * part), i)))
-            for i in range(parts)
-        ]
+        probes = [_Probe(model, loss, _slice(batch, i * part, (i + 1) * part), i) for i in range(parts)]
+        found = [_gathered(gradients(model, probe)) for probe in probes]
     except _NotDivisible as reason:
         return str(reason)
     except Exception as error:  # the user's code may do anything with a part, and the check can go on without
@@ -517,20 +515,30 @@ def _sgd_noise(model: nn.Module, batch: Any, loss: LossFn, exact: Mapping[str, T
 
     off = _ratio(scale**2 * mean - 2 * scale * along + square, square)
     normed = any(isinstance(m, _BATCH_NORMS) and (m.training or m.running_mean is None) for m in model.modules())
-    if off > (0.5 if normed else 2.0) * noise(whole) and off > 1e-3:
+    limit = 2.0 if any(probe.random for probe in probes) and not normed else 0.5
+    if off > max(limit * noise(whole), _SUMS):
         cause = "batch norms see fewer samples in a part" if normed else "the loss couples samples"
         return f"gradients of {parts} parts of the batch do not add up to its own (off by {off:.2g}): {cause}"
     return {"": noise(whole), **{name: noise(p) for name, p in products.items()}}
 
 
-def _seeded(model: nn.Module, loss: LossFn, part: Any, seed: int) -> Callable[[], Tensor]:
-    """Parts must not share dropout masks. The random states come back with all else that ``gradients`` restores."""
+_SUMS = 1e-3
+"""Parts of equal samples have no noise, and their mean is off by what sums in another order round differently."""
 
-    def run() -> Tensor:
-        torch.manual_seed(seed)
-        return loss(model, part)
 
-    return run
+class _Probe:
+    """The loss of a part, with random numbers of its own; they are restored with all else by ``gradients``."""
+
+    def __init__(self, model: nn.Module, loss: LossFn, part: Any, seed: int) -> None:
+        self._model, self._loss, self._part, self._seed = model, loss, part, seed
+        self.random = any(p.device.type != "cpu" for p in model.parameters())  # may draw elsewhere, unseen
+
+    def __call__(self) -> Tensor:
+        torch.manual_seed(self._seed)
+        before = torch.get_rng_state()
+        value = self._loss(self._model, self._part)
+        self.random = self.random or not torch.equal(before, torch.get_rng_state())
+        return value
 
 
 def _leaves(batch: Any) -> Iterator[Any]:

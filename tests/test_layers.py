@@ -17,7 +17,7 @@ REPO = Path(__file__).parent.parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["demo"],
+    ["demo", "check"],
     ["measure", "allocator"],
     ["session"],
     ["report", "replay"],

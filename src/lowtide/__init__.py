@@ -1,12 +1,14 @@
 """Lowtide: train with compressed activations. The forward is exact, the memory small.
 
 ``compress`` and ``attach`` make autograd keep compressed copies of what backward needs;
-``methods`` lists the ways to do it; a session's ``report`` tells what was kept, and how, and why.
+``methods`` lists the ways to do it; a session's ``report`` tells what was kept, and how, and why;
+``check`` compares the gradients with exact ones.
 """
 
 from . import codecs
 from .allocator import tune_cpu_allocator
 from .capture import Site
+from .check import CheckResult, check
 from .codecs import Codec
 from .methods import Method, methods
 from .planner import Plan
@@ -17,6 +19,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Attachment",
+    "CheckResult",
     "Codec",
     "Method",
     "Plan",
@@ -25,6 +28,7 @@ __all__ = [
     "Site",
     "__version__",
     "attach",
+    "check",
     "codecs",
     "compress",
     "methods",

@@ -266,6 +266,13 @@ def calls_on_stack(module: nn.Module) -> int:
     return count
 
 
+def watching() -> bool:
+    """Is a capture open in this thread? Its mark on a new node tells."""
+    with torch.enable_grad():
+        node: Any = torch.ones((), requires_grad=True).exp().grad_fn
+    return _MARK in node.metadata
+
+
 def describe(node: Any) -> tuple[str, tuple[str, ...]]:
     """The op's name (``Convolution``, or ``LeakyRelu1`` for a variant) and the names of its slots."""
     kind: Any = type(node)

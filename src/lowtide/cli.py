@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
+import importlib
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import __version__, capture, demo, kernels
 from .allocator import can_tune
+from .check import check, default_loss
 from .measure import ChildError
-from .methods import methods
+from .methods import Method, methods, resolve
 from .session import compress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if it did what was asked, 1 if something failed, 2 if it cannot be done here."""
+    """Run the command; 0 if it did what was asked, 1 if something failed or is unsafe, 2 if it cannot be done."""
     arguments = _parser().parse_args(argv)
     if arguments.command == "methods":
         print(*methods().values(), sep="\n")
         return 0
     if arguments.command == "doctor":
         return _doctor()
+    if arguments.command == "check":
+        return _check(arguments)
     try:
         demo.run(arguments.steps, arguments.batch, arguments.json)
     except demo.MissingError as error:
@@ -50,7 +57,52 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--json", type=_writable, metavar="PATH", help="also write all numbers to this file")
     commands.add_parser("doctor", help="tell what serves here, and try every method")
     commands.add_parser("methods", help="list the methods and their options")
+    judge = commands.add_parser("check", help="compare compressed gradients of your model with exact ones")
+    judge.add_argument(
+        "function",
+        type=_function,
+        metavar="MODULE:FUNCTION",
+        help="called without arguments; returns (model, batch) or (model, batch, loss_fn)",
+    )
+    judge.add_argument("--method", default="division", help="a name from 'lowtide methods' (%(default)s)")
+    judge.add_argument(
+        "--set", type=_option, action="append", default=[], metavar="KEY=VALUE", help="an option of the method"
+    )
+    judge.add_argument("--seeds", type=_seeds, default=4, help="draws of the rounding (%(default)s)")
+    judge.add_argument("--json", action="store_true", help="write JSON instead of text")
     return parser
+
+
+def _function(text: str) -> Callable[[], Any]:
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise argparse.ArgumentTypeError(f"expected MODULE:FUNCTION, such as train:build; got {text!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as python -m has it; the installed command does not
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise argparse.ArgumentTypeError(f"cannot import {module!r}: {error}") from error
+    if not callable(found):
+        raise argparse.ArgumentTypeError(f"{module} has no function {name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, such as bits=4; got {text!r}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value  # a word needs no quotes
+
+
+def _seeds(text: str) -> int:
+    number = _positive(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError("one draw cannot tell bias from noise; give at least 2")
+    return number
 
 
 def _positive(text: str) -> int:
@@ -65,6 +117,30 @@ def _writable(text: str) -> Path:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists; got {text!r}")
     return path
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Judge what the user's function builds; what it prints goes to standard error."""
+    try:
+        method: Method = resolve(arguments.method, dict(arguments.set))
+    except (TypeError, ValueError) as error:
+        print(f"lowtide check: {error}", file=sys.stderr)
+        return 2
+    with contextlib.redirect_stdout(sys.stderr):
+        given = arguments.function()
+        if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
+            print("lowtide check: the function must return (model, batch) or (model, batch, loss_fn)", file=sys.stderr)
+            return 2
+        model, batch, loss_fn = given if len(given) == 3 else (*given, None)
+        if loss_fn is None:
+            try:
+                loss_fn = default_loss(batch)
+            except TypeError as error:
+                print(f"lowtide check: {error}", file=sys.stderr)
+                return 2
+        result = check(model, batch, loss_fn, method, seeds=arguments.seeds)
+    print(result.to_json() if arguments.json else result)
+    return 0 if result.ok else 1
 
 
 def _doctor() -> int:

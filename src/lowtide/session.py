@@ -239,6 +239,8 @@ class Session:
         self._derives = derive or method.derives
         self.seed = seed
         self.step = 0
+        self.chosen: dict[Use, Codec] = {}
+        """What the last forward chose for each tensor whose values it stored, tuning included."""
         self._model = model
         self._min_numel = min_numel
         self._abilities = capture.probe()
@@ -279,6 +281,7 @@ class Session:
         self._static = {capture.storage_id(t.untyped_storage()) for t in tensors if capture.has_storage(t)}
         self._rows.clear()
         self._without_data = False
+        self.chosen.clear()
         self._forget()
         self._forwards = 0
         if self._tuner is not None:
@@ -567,6 +570,8 @@ class Session:
         codec = self.method.codec_for(use)
         if codec is not None and self._tuner is not None and capture.has_data(tensor):
             codec = self._tuner.codec_for(use, tensor, codec, _rebuild(origin, tensor, meta))
+        if codec is not None:
+            self.chosen[use] = codec
         return codec, lossless, None if codec is not None else f"{self.method.name} keeps these values"
 
     def _encode(
@@ -640,6 +645,28 @@ class Session:
 
     # ------------------------------------------------------------ probes
 
+    @property
+    def adapts(self) -> bool:
+        """Does its method learn from one step for the next?"""
+        return self._tuner is not None
+
+    def gradients(self, closure: Callable[[], Tensor], step: int) -> dict[str, Tensor]:
+        """Gradients by parameter name from a compressed forward on the side, rounded as ``step`` rounds.
+
+        Like :func:`replay.gradients` it disturbs nothing, nor the count of sessions on which :func:`compress`
+        draws its noise. An adaptive method learns from it as from any other step.
+        """
+
+        def inside() -> Tensor:
+            self.step = step
+            self._open()
+            try:
+                return closure()
+            finally:
+                self._close()
+
+        return gradients(self._model, inside)
+
     def adapt(self, closure: Callable[[], Tensor], *, every: int | None = None) -> None:
         """Measure what rounding each tensor does to the gradient, and let the method decide anew.
 
@@ -674,15 +701,7 @@ class Session:
     def _sketch(self, sketch: Sketch, closure: Callable[[], Tensor], method: Method) -> Tensor:
         """The gradient with what ``method`` compresses, in a session of its own that no other counts."""
         session = Session(self._model, method, self.seed, self._min_numel, False)
-
-        def inside() -> Tensor:
-            session._open()
-            try:
-                return closure()
-            finally:
-                session._close()
-
-        return sketch.of(gradients(self._model, inside))
+        return sketch.of(session.gradients(closure, 0))
 
     # ------------------------------------------------------------ report
 
@@ -820,6 +839,13 @@ class Attachment:
             session._tuner.load_state_dict(state["learned"])
 
 
+def attached(model: nn.Module) -> bool:
+    """Is any module of ``model`` under :func:`attach`?"""
+    return any(getattr(h, _OPENER, False) for m in model.modules() for h in m._forward_pre_hooks.values())
+
+
+_OPENER = "opens_lowtide_session"
+
 # Hooks are closures, not bound methods: copy.deepcopy of a model then leaves the session alone.
 
 
@@ -840,6 +866,7 @@ def _opener(session: Session) -> Callable[..., None]:
                 session.adapt(session._probe[0], every=session._probe[1])
             session._open()
 
+    setattr(open_session, _OPENER, True)
     return open_session
 
 

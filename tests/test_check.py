@@ -25,6 +25,7 @@ from lowtide.check import (
     SAFE_BIAS,
     SAFE_SHARE,
     UNSAFE_BIAS,
+    WARM,
     Difference,
     _chance,
     _Fixed,
@@ -259,6 +260,21 @@ def test_a_model_that_is_compressed_already_is_refused() -> None:
     with lowtide.compress(model), pytest.raises(RuntimeError, match="outside of"):
         lowtide.check(model, batch, cross_entropy)
     assert lowtide.check(model, batch, cross_entropy, "lossless").ok
+
+
+@pytest.mark.parametrize(("method", "first"), [("division", 1), ("actnn", WARM + 1)])
+def test_adaptive_methods_learn_before_they_are_judged(
+    method: str, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, taken = [], lowtide.Session.gradients
+
+    def noted(self: lowtide.Session, closure: object, step: int) -> dict[str, Tensor]:
+        steps.append(step)
+        return taken(self, closure, step)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lowtide.Session, "gradients", noted)
+    lowtide.check(convnet(), images(), cross_entropy, method, seeds=3, seconds=0)
+    assert steps == list(range(1, first + 3))
 
 
 def test_a_result_repeats() -> None:
@@ -540,6 +556,7 @@ def test_nan_and_zero_decide_first() -> None:
 @pytest.mark.parametrize("method", ["division", "actnn", "auto", "tinyscript", "pool"])
 def test_a_fixed_table_repeats_what_the_method_did(method: str) -> None:
     model, batch = convnet(), images()
+    model[3] = nn.Conv2d(8, 8, 1)  # pool has a twin for it, which sums in another order
     first = lowtide.compress(model, method)
 
     def run() -> Tensor:

@@ -239,8 +239,7 @@ class Session:
         self._derives = derive or method.derives
         self.seed = seed
         self.step = 0
-        self.chosen: dict[Use, Codec] = {}
-        """What the last forward chose for each tensor whose values it stored, tuning included."""
+        self._chosen: list[tuple[Use, Codec]] = []
         self._model = model
         self._min_numel = min_numel
         self._abilities = capture.probe()
@@ -281,7 +280,7 @@ class Session:
         self._static = {capture.storage_id(t.untyped_storage()) for t in tensors if capture.has_storage(t)}
         self._rows.clear()
         self._without_data = False
-        self.chosen.clear()
+        self._chosen.clear()
         self._forget()
         self._forwards = 0
         if self._tuner is not None:
@@ -523,24 +522,24 @@ class Session:
             total += (0 if codec is None else codec.packed_nbytes(meta)) + sum(
                 [c.packed_nbytes(meta) for c in lossless]
             )
-            chosen.append((codec, lossless))
-        if total >= raw.untyped_storage().nbytes() and not any(type(codec) is Raw for codec, _ in chosen):
+            chosen.append((tensor, codec, lossless))
+        if total >= raw.untyped_storage().nbytes() and not any(type(codec) is Raw for _, codec, _ in chosen):
             handle.row.why = "packing would not make it smaller"
             return
         try:
-            for (key, meta, offset, consumers), (codec, lossless) in zip(plans, chosen, strict=True):
-                tensor = _part_of(raw, meta, offset)
+            for (key, meta, _, consumers), (tensor, codec, lossless) in zip(plans, chosen, strict=True):
                 handle.parts[key] = self._encode(handle, tensor, meta, consumers, codec, lossless)
         except NotRepresentable as reason:
             handle.parts.clear()
             handle.row.why = f"kept exactly: {reason}"
             return
         handle.raw = None
-        used = [c for codec, lossless in chosen for c in (codec, *lossless) if c is not None]
-        for part in handle.parts.values():
-            if isinstance(part.values, Moved):
-                handle.row.away += part.values.nbytes
-                handle.row.place = part.values.place
+        used = [c for _, codec, lossless in chosen for c in (codec, *lossless) if c is not None]
+        if self.method.home != "device":
+            for part in handle.parts.values():
+                if isinstance(part.values, Moved):
+                    handle.row.away += part.values.nbytes
+                    handle.row.place = part.values.place
         handle.row.compressed(total - handle.row.away, *dict.fromkeys(used))
 
     def _choose(
@@ -548,19 +547,20 @@ class Session:
     ) -> tuple[Codec | None, list[Codec], str | None]:
         """Codec for the values, lossless codecs, or why the tensor stays."""
         lossless: list[Codec] = []
-        rectified = any(_masks(c, meta) for c in consumers)
-        if origin is not None and origin.rectified and not rectified:
-            origin = None
-        need, spatial, sites = Need.LOSSLESS, False, []
+        need, spatial, rectified, sites = Need.LOSSLESS, False, False, []
         for consumer in consumers:
             sites.append(consumer.site)
             spatial = spatial or consumer.spatial
             if consumer.lossless is None:
                 need = max(need, consumer.need)
-            elif consumer.lossless not in lossless:
-                lossless.append(consumer.lossless)
+            else:
+                rectified = rectified or _masks(consumer, meta)
+                if consumer.lossless not in lossless:
+                    lossless.append(consumer.lossless)
         if need is Need.LOSSLESS:
             return None, lossless, None
+        if origin is not None and origin.rectified and not rectified:
+            origin = None
         if meta.numel < self._min_numel:
             return Raw(), lossless, None
         if origin is not None and self._derive_all:
@@ -571,7 +571,7 @@ class Session:
         if codec is not None and self._tuner is not None and capture.has_data(tensor):
             codec = self._tuner.codec_for(use, tensor, codec, _rebuild(origin, tensor, meta))
         if codec is not None:
-            self.chosen[use] = codec
+            self._chosen.append((use, codec))
         return codec, lossless, None if codec is not None else f"{self.method.name} keeps these values"
 
     def _encode(
@@ -601,7 +601,7 @@ class Session:
             return _Part(_Rebuilt(handle.origin, meta), packs, support)
         key = _signed(_site_hash(consumers[0].site) ^ handle.noise)
         packed = codec.encode(tensor, key=key, support=support)
-        if meta.numel >= self._min_numel:
+        if self.method.home != "device" and meta.numel >= self._min_numel:
             packed = send(packed, self.method.home)
         return _Part(packed, packs, support)
 
@@ -615,9 +615,10 @@ class Session:
                 raise _changed_in_place(reference.meta.shape)
             return reference.view(raw)
         part = handle.parts.get(None)
-        small = reference.small(part or handle.parts[(reference.meta, reference.offset)])
-        if small is not None:
-            return small
+        if reference.twin:
+            small = reference.small(part or handle.parts[(reference.meta, reference.offset)])
+            if small is not None:
+                return small
         if part is not None:
             lossless = reference.lossless
             whole = self._decode(handle, part) if lossless is None else part.packs[lossless].decode()
@@ -644,6 +645,11 @@ class Session:
         return decoded
 
     # ------------------------------------------------------------ probes
+
+    @property
+    def chosen(self) -> dict[Use, Codec]:
+        """What the last forward chose for each tensor whose values it stored, tuning included."""
+        return dict(self._chosen)
 
     @property
     def adapts(self) -> bool:

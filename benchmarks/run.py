@@ -271,7 +271,7 @@ def run_step(table: Table, full: bool) -> None:
             "step",
             subject,
             BATCH[subject],
-            every if full else short,
+            every if full else [m for m in short if subject != "bert" or m != "actnn"],  # there the same as division
             7 if full else 3,
             ("default", "tuned"),
         )
@@ -286,8 +286,8 @@ LIMIT_CODECS = {"groups": codecs.GroupQuant(2, 256, "sample"), "block means": co
 def limits_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     """Nanoseconds a value: reading and writing alone, then each codec on maps of each size.
 
-    ``near`` is a tensor that stays in the second cache, ``far`` one of 103 MB. A codec that takes as long near as far
-    is bound by its instructions, one that takes as long as reading or writing alone by memory.
+    ``near`` is a tensor of 6 MB that stays in the last cache, ``far`` one of 103 MB. A codec that takes as long near as
+    far is bound by its instructions, one that takes as long as reading or writing alone by memory.
     """
     tune("tuned")
     far = 25_690_112
@@ -307,7 +307,7 @@ def limits_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     timed("read", far, lambda: x.sum())
     timed("write", far, lambda: target.fill_(1.0))
     timed("copy", far, lambda: target.copy_(x))
-    for place, numel in (("near", 100_352), ("far", far)):
+    for place, numel in (("near", 1_605_632), ("far", far)):
         for side in (56, 28, 14, 7):
             maps = x[: numel // side**2 // 16 * 16 * side**2].view(16, -1, side, side)
             for name, codec in LIMIT_CODECS.items():

@@ -64,6 +64,8 @@ NETS = {
     "channels last": lambda: (Maps(), torch.randn(4, 3, 9, 9).to(memory_format=torch.channels_last)),
     "layer norm, gelu": lambda: (Tokens(nn.LayerNorm, "gelu"), torch.randn(4, 6, 32)),
     "rms norm, silu": lambda: (Tokens(nn.RMSNorm, "silu"), torch.randn(4, 6, 32)),
+    "maps in pieces": lambda: (Maps(), torch.randn(9, 3, 67, 67)),
+    "tokens in pieces": lambda: (Tokens(nn.LayerNorm, "gelu"), torch.randn(5, 1000, 32)),
     "llama": lambda: (Tokens(LlamaNorm, "gated"), torch.randn(4, 6, 32)),
 }
 # What each net need not store: sites by op and slot whose values are rebuilt.
@@ -74,6 +76,8 @@ REBUILT = {
     "channels last": 2,
     "layer norm, gelu": 2,
     "rms norm, silu": 2,
+    "maps in pieces": 2,
+    "tokens in pieces": 2,
     "llama": 4,
 }
 

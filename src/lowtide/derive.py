@@ -7,7 +7,7 @@ unbiased values unbiased (given the exact mask); others say so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,17 @@ class Origin(NamedTuple):
     rectified: bool
     """A ReLU followed: the tensor is the rebuilt one where its mask is set, and zero elsewhere."""
     linear: bool
+
+
+PIECE = 1 << 18
+"""Values worked on at once, so that temporaries stay in the cache and out of the peak; whole bytes of a mask."""
+
+
+def pieces(dense: Tensor) -> Iterator[Tensor]:
+    """A dense tensor as short stretches of its memory."""
+    flat = dense.as_strided((dense.numel(),), (1,))
+    for first in range(0, flat.numel(), PIECE):
+        yield flat[first : first + PIECE]
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
@@ -95,7 +106,13 @@ def _rms_norm(node: Any) -> Rebuild | None:
 
 def _gelu(node: Any) -> Rebuild | None:
     approximate = saved(node, "approximate")
-    return lambda x: functional.gelu(x, approximate=approximate)
+
+    def rebuild(x: Tensor) -> Tensor:
+        for piece in pieces(x):  # there is no GELU in place, and a second whole tensor would raise the peak
+            piece.copy_(functional.gelu(piece, approximate=approximate))
+        return x
+
+    return rebuild
 
 
 def _silu(node: Any) -> Rebuild | None:

@@ -25,7 +25,7 @@ from . import capture, kernels, ops
 from .capture import Capture, Site, Slot
 from .codecs import FLOATS, BlockMean, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
 from .codecs.base import flatten, layout_of
-from .derive import Origin, origin_of
+from .derive import PIECE, Origin, origin_of, pieces
 from .methods import Method, Only, Survey, resolve
 from .mixing import Probed
 from .offload import Moved, fetch, send
@@ -178,7 +178,9 @@ class _Rebuilt:
         flat = values.to(dtype).as_strided((self.meta.numel,), (1,))
         if origin.rectified:
             assert support is not None
-            flat.masked_fill_(ops.unpack_band(support, flat.numel(), torch.bool, 1.0, 0.0).logical_not_(), 0.0)
+            for i, piece in enumerate(pieces(flat)):
+                bits = support[i * PIECE // 8 : (i + 1) * PIECE // 8]
+                piece.masked_fill_(ops.unpack_band(bits, piece.numel(), torch.bool, 1.0, 0.0).logical_not_(), 0.0)
         return flat.as_strided(shape, stride)
 
 

@@ -412,3 +412,55 @@ def test_batches_of_changing_size_accumulation_and_evaluation(method):
     assert handle.report().ratio > 3
     for mine, theirs in zip(model.buffers(), exact_model.buffers(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_an_overflow_in_the_first_backward_does_not_fix_the_plan():
+    """Loss scaling begins too high by design; the plan waits for a backward that is finite."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    x, plans = torch.randn(8, 3, 12, 12), []
+    for scale in (1.0, 1e30):
+        handle = lowtide.attach(model, "auto", min_numel=0)
+        for step in range(3):
+            model.zero_grad()
+            (model(x).square().mean() * (scale * 1e30 if step == 0 and scale > 1 else 1.0)).backward()
+        plans.append(handle.state_dict()["learned"]["plan"])
+        handle.remove()
+    assert plans[0]
+    assert plans[0] == plans[1]
+
+
+def test_samples_that_are_not_outermost_keep_equal_bits():
+    torch.manual_seed(0)
+
+    class SequenceFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(32, 32), nn.Conv1d(32, 8, 3)
+
+        def forward(self, x):
+            return self.c(self.a(x).permute(1, 2, 0))
+
+    model = SequenceFirst()
+    handle = lowtide.attach(model, "actnn", min_numel=0)
+    for _ in range(2):
+        model(torch.randn(40, 8, 32)).square().mean().backward()
+    assert {s.codec for s in handle.report().sites if s.site.op == "Convolution" and s.codec} == {"group_quant(2 bits)"}
+    handle.remove()
+
+
+def test_auto_wants_a_step_before_probes():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1))
+    handle = lowtide.attach(model, "auto", min_numel=0)
+    with pytest.raises(RuntimeError, match="run one before adapt"):
+        handle.adapt(lambda: model(torch.randn(8, 32)).sum())
+    handle.remove()
+
+
+def test_sparse_gradients_can_be_probed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32, sparse=True), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+    handle = lowtide.attach(model, "gact", min_numel=0)
+    handle.adapt(lambda: model(torch.arange(40)).square().mean())
+    assert handle.state_dict()["learned"]["bits"]
+    handle.remove()

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +35,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _MARK = "lowtide"
+_MADE = "lowtide made"
+_CHANGED = "lowtide changed"
 _RAW = "_raw_saved_"
 _PARAMETER_NODE = "AccumulateGrad"
 _FAKE: Any = getattr(torch, "_subclasses", None)
@@ -92,11 +95,11 @@ class Slot(NamedTuple):
         self.node.register_prehook(look)
 
     def remember(self, value: Any) -> None:
-        """Leave with the node what stands for this slot; it must not hold the node."""
+        """Leave with the node a weak reference to what stands for this slot: nodes outlive what they saved."""
         notes = self.node.metadata
         if notes[_MARK] is None:
             notes[_MARK] = {}
-        notes[_MARK][self.site.slot] = value
+        notes[_MARK][self.site.slot] = weakref.ref(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +220,23 @@ def stands_for(node: Any, slot: str) -> Any:
     """What was left with the node for a slot, else its tensor if autograd itself keeps it; None if others do."""
     notes = node.metadata.get(_MARK)
     if notes and slot in notes:
-        return notes[slot]
-    holder = getattr(node, _RAW + slot)
+        return notes[slot]()
     try:
+        holder = getattr(node, _RAW + slot)
         return saved(node, slot) if probe().foreign_hooks and holder.unpack_hook is None else None
-    except RuntimeError:
+    except (AttributeError, RuntimeError):
         return None
+
+
+def is_as_made(tensor: Tensor) -> bool:
+    """Are the values still those that the tensor's node made, as far as calls show? (Changes by ``.data`` do not.)"""
+    node: Any = tensor.grad_fn
+    return node.metadata.get(_MADE) == tensor._version and _CHANGED not in node.metadata
+
+
+def was_changed(node: Any) -> bool:
+    """Was a result of this node changed behind autograd's back, where gradients are off?"""
+    return _CHANGED in node.metadata
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -298,7 +312,8 @@ def _describe_type(kind: Any) -> tuple[str, tuple[tuple[str, str, str], ...], tu
 class Capture(TorchFunctionMode):
     """Offers every newly saved tensor to ``visit`` and calls ``settle`` after each torch call.
 
-    ``starting`` is called when the forward of the model itself begins. ``twin`` may give another callable for a call.
+    ``starting`` is called when the forward of the model itself begins. ``twin`` may give another callable for a call;
+    ``versions`` asks for the notes that :func:`is_as_made` reads.
     Module hooks are torch's global ones, put
     up while the capture is open: the model's own hooks stay as they are, and one registration serves all modules.
     """
@@ -310,6 +325,7 @@ class Capture(TorchFunctionMode):
         settle: Callable[[], None],
         starting: Callable[[], None],
         twin: Callable[..., Callable[..., Any] | None] | None = None,
+        versions: bool = False,
     ) -> None:
         super().__init__()
         self._model = model
@@ -317,6 +333,7 @@ class Capture(TorchFunctionMode):
         self._settle = settle
         self._starting = starting
         self._twin = twin
+        self._versions = versions
         self._abilities = probe()
         self._names: dict[nn.Module, str] = {}
         self._path: list[str] = []
@@ -360,9 +377,14 @@ class Capture(TorchFunctionMode):
         result = call(*args, **kwargs) if kwargs else call(*args)
         if torch.compiler.is_compiling():
             return result  # torch.compile traces us too; what the compiled code saves shows when it returns
-        if isinstance(result, Tensor):
-            node = result.grad_fn
+        if not torch.is_grad_enabled():
+            self._note_change(func, args)  # makes no nodes; the history of a view made here must not be asked for
+            self._settle()
+        elif isinstance(result, Tensor):
+            node: Any = result.grad_fn
             if node is not None:
+                if self._versions:
+                    node.metadata.setdefault(_MADE, result._version)
                 self._walk(node, func)
             self._settle()
         elif result is None:
@@ -372,6 +394,15 @@ class Capture(TorchFunctionMode):
             self._walk_all(result, func)
             self._settle()
         return result
+
+    def _note_change(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Leave with a node that its result was changed where gradients are off."""
+        name = getattr(func, "__name__", "")
+        in_place = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
+        if self._versions and in_place and args and isinstance(args[0], Tensor):
+            node: Any = (args[0] if args[0]._base is None else args[0]._base).grad_fn
+            if node is not None:
+                node.metadata[_CHANGED] = True
 
     def _walk_all(self, result: Any, func: Callable[..., Any] | None) -> None:
         if isinstance(result, Tensor):

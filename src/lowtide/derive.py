@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .capture import describe, parent, saved
+from .capture import describe, is_as_made, parent, saved, was_changed
 
 Rebuild = Callable[..., Tensor]
 
@@ -54,30 +54,27 @@ def pieces(dense: Tensor) -> Iterator[Tensor]:
         yield flat[first : first + PIECE]
 
 
-def _affine(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
-    if x.dtype == torch.float32 and shift is not None:
-        return torch.addcmul(shift, x, scale, out=x)
-    x.mul_(scale)
-    return x if shift is None else x.add_(shift)
+def _wide(x: Tensor) -> Tensor:
+    """In float32, as the op itself computes: in 16 bits a large mean would cancel, or overflow."""
+    return x.to(torch.float32)
 
 
 def _batch_norm(node: Any) -> Rebuild | None:
     if not saved(node, "training"):
         return None
     mean, scale, weight = saved(node, "result1"), saved(node, "result2"), saved(node, "weight")
-    if weight is None:
-        shift = -mean * scale
-    else:
-        # BN's backward does not need the bias, so the node does not keep it; a leaf that learns is found behind it.
-        bias = getattr(parent(node, 2), "variable", None)
-        if bias is None:
-            return None
-        scale = scale * weight.detach()
-        shift = bias.detach() - mean * scale
+    # BN's backward does not need the bias, so the node does not keep it; a leaf that learns is found behind it. One
+    # that does not learn, and none at all, look the same.
+    bias = getattr(parent(node, 2), "variable", None)
+    if bias is None:
+        return None
+    scale = scale.clone() if weight is None else scale * weight
+    shift = bias.detach() - mean * scale
 
     def rebuild(x: Tensor) -> Tensor:
         shape = (1, -1) + (1,) * (x.dim() - 2)
-        return _affine(x, scale.view(shape), shift.view(shape))
+        x = _wide(x)
+        return torch.addcmul(shift.view(shape), x, scale.view(shape), out=x)
 
     return rebuild
 
@@ -87,8 +84,10 @@ def _layer_norm(node: Any) -> Rebuild | None:
     weight, bias = (None if w is None else w.detach().clone() for w in (saved(node, "weight"), saved(node, "bias")))
 
     def rebuild(x: Tensor) -> Tensor:
-        x = x.sub_(mean).mul_(scale)
-        return x if weight is None else _affine(x, weight, bias)
+        x = _wide(x).sub_(mean).mul_(scale)
+        if weight is not None:
+            x = x.mul_(weight)
+        return x if bias is None else x.add_(bias)
 
     return rebuild
 
@@ -98,7 +97,7 @@ def _rms_norm(node: Any) -> Rebuild | None:
     weight = None if weight is None else weight.detach().clone()
 
     def rebuild(x: Tensor) -> Tensor:
-        x = x.mul_(scale)
+        x = _wide(x).mul_(scale)
         return x if weight is None else x.mul_(weight)
 
     return rebuild
@@ -120,7 +119,7 @@ def _silu(node: Any) -> Rebuild | None:
 
 
 def _product(node: Any) -> Rebuild | None:
-    return lambda x, y: x.mul_(y) if x.dim() >= y.dim() and x.numel() >= y.numel() else x * y
+    return lambda x, y: x.to(torch.promote_types(x.dtype, y.dtype)).mul_(y)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -141,13 +140,13 @@ def origin_of(tensor: Tensor, stored: Callable[[Any, str], Any]) -> Origin | Non
     ``stored(node, slot)`` gives what stands for a saved tensor whose values the caller keeps; None if it keeps none.
     """
     node: Any = tensor.grad_fn
-    if node is None:
+    if node is None or not is_as_made(tensor):
         return None
-    op = describe(node)[0]
+    op = _op(node)
     rectified = op == "Relu"
     if rectified:
         node = parent(node, 0)
-        op = "" if node is None else describe(node)[0]
+        op = "" if node is None or was_changed(node) else _op(node)
     recipe = RECIPES.get(op)
     if recipe is None:
         return None
@@ -157,5 +156,14 @@ def origin_of(tensor: Tensor, stored: Callable[[Any, str], Any]) -> Origin | Non
         if found is None:
             return None
         sources.append(found)
-    rebuild = recipe.build(node)
+    try:
+        rebuild = recipe.build(node)
+    except (AttributeError, RuntimeError):  # the graph behind the node was freed
+        return None
     return None if rebuild is None else Origin(op, tuple(sources), rebuild, rectified, recipe.linear)
+
+
+def _op(node: Any) -> str:
+    """The op of one of torch's own nodes; a user's function may have any name."""
+    op = describe(node)[0]
+    return op if type(node).__name__ == f"{op}Backward0" else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,11 @@ from .tuning import Rebuild, Tuner, Use, histogram_of, require_keys, site_of
 
 class Probed(Tuner):
     """A tuner that can use measured sensitivities."""
+
+    @property
+    def ready(self) -> bool:
+        """Can it make use of probes by now?"""
+        return True
 
     @abstractmethod
     def probe_codec(self, use: Use) -> Codec | None:
@@ -143,9 +149,18 @@ class MixTuner(Probed):
         self._squares: dict[Site, float] = {}
         self._plan: dict[Site, Codec] = {}
         self._probed: dict[Site, float] = {}
+        self._scale = 1.0  # of the formula, in units of the probes
+        self._bad = False  # a gradient of the last backward was not finite
+
+    @property
+    def ready(self) -> bool:
+        """After the first forward."""
+        return bool(self._seen)
 
     def begin(self, step: int) -> None:
-        """Decide once gradients are known."""
+        """Decide once a whole backward was finite; a loss scale that is too large makes the first ones not."""
+        if self._bad:
+            self._squares, self._bad = {}, False
         if not self._plan and self._seen and self._squares:
             with self.timed():
                 self._decide()
@@ -157,7 +172,8 @@ class MixTuner(Probed):
     def observe(self, site: Site, gradient: Tensor) -> None:
         """The square of the output's gradient."""
         with self.timed():
-            norm = float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+            norm = float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
+            self._bad = self._bad or not math.isfinite(norm)
             self._squares[site] = norm * norm
 
     def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
@@ -184,8 +200,11 @@ class MixTuner(Probed):
             seen = self._seen.get(use.sites[0])
             probe = self.probe_codec(use)
             error = None if seen is None else next((o.error for o in seen.options if o.codec == probe), None)
-            if error:
+            if error and math.isfinite(change):
                 self._probed[use.sites[0]] = change / error
+        formula = {site: self._formula(seen) for site, seen in self._seen.items()}
+        ratios = [self._probed[site] / s for site, s in formula.items() if site in self._probed and 0 < s < math.inf]
+        self._scale = statistics.median(ratios) if ratios else 1.0
         if self._probed:
             with self.timed():
                 self._decide()
@@ -234,18 +253,17 @@ class MixTuner(Probed):
     # ------------------------------------------------------------ deciding
 
     def _sensitivity(self, seen: _Seen) -> float:
-        if seen.sites[0] in self._probed:
-            return self._probed[seen.sites[0]]
-        return sum(
-            self._squares.get(site, 0.0)
-            * seen.scale
-            * (self._taps.get(site.module, 1.0) if seen.need is Need.LINEAR else 1.0)
-            for site in seen.sites
-        )
+        probed = self._probed.get(seen.sites[0])
+        return self._formula(seen) * self._scale if probed is None else probed
+
+    def _formula(self, seen: _Seen) -> float:
+        if seen.need is Need.LINEAR:
+            return seen.scale * sum(self._squares.get(s, 0.0) * self._taps.get(s.module, 1.0) for s in seen.sites)
+        return seen.scale * sum(self._squares.get(s, 0.0) for s in seen.sites)
 
     def _decide(self) -> None:
         """Choose among the options of units: a tensor, or a source together with what can be rebuilt from it alone."""
-        known = {site: seen for site, seen in self._seen.items() if self._sensitivity(seen) > 0}
+        known = {site: seen for site, seen in self._seen.items() if 0 < self._sensitivity(seen) < math.inf}
         child: dict[Site, Site] = {}
         children: set[Site] = set()
         for site, seen in known.items():
@@ -297,6 +315,8 @@ class MixTuner(Probed):
             "plan": [[list(site), codec.to_config()] for site, codec in self._plan.items()],
             "squares": [[list(site), value] for site, value in self._squares.items()],
             "probed": [[list(site), value] for site, value in self._probed.items()],
+            "scale": self._scale,
+            "bad": self._bad,
             "seen": [
                 {
                     "need": int(seen.need),
@@ -314,7 +334,8 @@ class MixTuner(Probed):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        require_keys(state, {"plan", "squares", "probed", "seen"})
+        require_keys(state, {"plan", "squares", "probed", "scale", "bad", "seen"})
+        self._scale, self._bad = state["scale"], state["bad"]
         self._plan = {site_of(site): from_config(config) for site, config in state["plan"]}
         self._squares = {site_of(site): value for site, value in state["squares"]}
         self._probed = {site_of(site): value for site, value in state["probed"]}

@@ -140,7 +140,8 @@ class Sketch:
         for row, name in zip(out, self.names, strict=True):
             gradient = gradients.get(name)
             if gradient is not None:
-                row.copy_(self._row(name, gradient.detach().reshape(-1)))
+                dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+                row.copy_(self._row(name, dense.reshape(-1)))
         return out
 
     def _row(self, name: str, gradient: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ MIN_NUMEL = 4096
 """Smaller tensors stay exact: they hold few bytes, and packing one costs some 20 microseconds."""
 
 _RECENT = 12
+_SMALL_FACTOR = 1 << 16  # values; a factor that is copied for rebuilding, such as the weight of a norm, has no more
 _SHAPE_ONLY = ShapeOnly()
 _HALVES = (torch.bfloat16, torch.float16)
 _ticks = itertools.count()  # gives each session of a process its own rounding noise
@@ -139,7 +140,7 @@ class _Handle:
 class _Reference:
     """What autograd holds for a hooked slot: a view of a handle, read through one codec."""
 
-    __slots__ = ("handle", "lossless", "meta", "offset", "twin")
+    __slots__ = ("__weakref__", "handle", "lossless", "meta", "offset", "twin")
 
     def __init__(self, handle: _Handle, meta: TensorMeta, offset: int, lossless: Codec | None, twin: bool) -> None:
         self.handle = handle
@@ -246,7 +247,7 @@ class Session:
         self._min_numel = min_numel
         self._abilities = capture.probe()
         twin = None if type(method).twin is Method.twin else method.twin
-        self._capture = Capture(model, self._visit, self._settle, self._start_forward, twin)
+        self._capture = Capture(model, self._visit, self._settle, self._start_forward, twin, self._derives)
         self._entered = 0
         self._thread = 0
         self._noise = 0
@@ -414,13 +415,18 @@ class Session:
         origin = origin_of(whole, capture.stands_for) if whole.numel() == numel else None
         if origin is None:
             return None
-        stored = [s.handle for s in origin.sources if isinstance(s, _Reference)]
-        if len(set(map(id, stored))) < len(stored):
+        roots = [id(root) for s in origin.sources if isinstance(s, _Reference) for root in _roots(s.handle)]
+        if len(set(roots)) < len(roots):
             return None  # the square of a rounded value is biased by the rounding's variance
-        for i, source in enumerate(origin.sources):
+        sources = list(origin.sources)
+        for i, source in enumerate(sources):
+            if not isinstance(source, _Reference):
+                if source.numel() > _SMALL_FACTOR:
+                    return None
+                sources[i] = source.clone()  # a parameter may change before backward
+        for i, source in enumerate(sources):
             if isinstance(source, _Reference) and source.meta[:2] == (whole.shape, whole.stride()):
-                ahead = (source, *origin.sources[:i], *origin.sources[i + 1 :])
-                return origin._replace(sources=ahead)
+                return origin._replace(sources=(source, *sources[:i], *sources[i + 1 :]))
         return None
 
     def _pending(self, identity: int) -> _Handle | None:
@@ -565,7 +571,7 @@ class Session:
             origin = None
         if meta.numel < self._min_numel:
             return Raw(), lossless, None
-        if origin is not None and self._derive_all:
+        if origin is not None and self._derive_all and _need_of(origin) >= need:
             return Derived(), lossless, None
         sources = () if origin is None else _sites_of(origin)
         use = Use(need, meta, spatial, tuple(sites), sources, rectified)
@@ -687,6 +693,8 @@ class Session:
             raise TypeError(f"method {self.method.name!r} does not adapt to probes; use 'gact' or 'auto'")
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every must be a whole number of at least 1; got {every!r}")
+        if not tuner.ready:
+            raise RuntimeError(f"{self.method.name} measures its options in a first step; run one before adapt()")
         if self._entered:
             raise RuntimeError("adapt() runs forwards of its own; call it between steps, not inside the session")
         self._probe = None if every is None else (closure, every)
@@ -752,14 +760,36 @@ def _part_of(raw: Tensor, meta: TensorMeta, offset: int) -> Tensor:
     return raw.as_strided(meta.shape, meta.stride, offset)
 
 
+def _roots(handle: _Handle) -> list[_Handle]:
+    """The handles whose noise is in this one's values."""
+    if handle.origin is None:
+        return [handle]
+    return [root for s in handle.origin.sources if isinstance(s, _Reference) for root in _roots(s.handle)]
+
+
+def _is_exact(handle: _Handle) -> bool:
+    """Are the values, or some they are rebuilt from, not packed yet?"""
+    part = handle.parts.get(None)
+    values = None if part is None else part.values
+    if not isinstance(values, _Rebuilt):
+        return handle.raw is not None
+    return any(_is_exact(s.handle) for s in values.origin.sources if isinstance(s, _Reference))
+
+
+def _need_of(origin: Origin) -> Need:
+    """The least of what its sources are kept for: what is rebuilt is no better than they are."""
+    stored = [s.handle for s in origin.sources if isinstance(s, _Reference)]
+    return min(max(c.need for c in handle.consumers) for handle in stored)
+
+
 def _sites_of(origin: Origin) -> tuple[Site, ...]:
     return tuple(s.handle.consumers[0].site for s in origin.sources if isinstance(s, _Reference))
 
 
 def _rebuild(origin: Origin | None, tensor: Tensor, meta: TensorMeta) -> Callable[[], Tensor] | None:
     """Makes the tensor again from its sources as they are stored, as backward would."""
-    if origin is None:
-        return None
+    if origin is None or any(_is_exact(s.handle) for s in origin.sources if isinstance(s, _Reference)):
+        return None  # as long as a source is exact, rebuilding from it tells nothing of its noise
     made = origin
 
     def rebuild() -> Tensor:

@@ -211,6 +211,9 @@ class SampleTuner(Tuner):
             return base
         with self.timed():
             flat, meta, layout = flatten(tensor.detach())
+            if layout.order[0] != 0:  # samples do not lie one after another
+                self._left.update(use.sites)
+                return base
             row = row_of("sample", layout, meta.numel)
             energy: Tensor = ops.range_energy(flat, row, self.group, use.rectified)
             if use.need is Need.LINEAR:

@@ -22,26 +22,10 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.codecs import BlockMean, Cast, Codec, GroupQuant
-from nets import resnet20
+from nets import Block, resnet20
 
 SEEDS = 8
 _SDPA = "ScaledDotProductFlashAttentionForCpu"
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, t, d = x.shape
-        h = self.norm1(x)
-        q, k, v = (f(h).view(n, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, d))
-        return x + self.mlp(self.norm2(x))
 
 
 class Rows(nn.Module):

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.nets import Block
+
 
 class Residual(nn.Module):
     """Two 3x3 convolutions, each with batch norm, beside the input or its projection."""
@@ -33,24 +35,6 @@ def resnet14(width: int = 32, classes: int = 10) -> nn.Sequential:
         layers += [Residual(inputs, factor * width, stride), Residual(factor * width, factor * width, 1)]
         inputs = factor * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
-
-
-class Block(nn.Module):
-    """Attention and a GELU MLP, each behind a layer norm and beside its input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, t, d = x.shape
-        h = self.norm1(x)
-        q, k, v = (f(h).view(n, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, d))
-        return x + self.mlp(self.norm2(x))
 
 
 class TextClassifier(nn.Module):

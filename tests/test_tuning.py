@@ -704,6 +704,17 @@ def test_bits_resume_exactly(save):
         resumed.load_state_dict({"tables": []})
 
 
+@pytest.mark.usefixtures("stand_ins")
+def test_gradients_are_wanted_only_before_bits_are_divided():
+    tuner = SampleTuner(2, 16, 3)
+    wanted = []
+    for number in range(8):
+        step(tuner, number, TENSORS, GRADIENTS)
+        wanted.append(tuner.wants_gradient(CONV[0], Need.LINEAR))
+    # The first division is in step 1, from the gradients of step 0; then every third, each from the step before.
+    assert wanted == [True, False, False, True, False, False, True, False]
+
+
 def test_taps_count_the_weights_a_value_meets():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv1d(4, 4, 5, groups=4), nn.Linear(2, 2), nn.Conv3d(1, 1, (1, 2, 3)))
     assert tuning.taps(model) == {"0": 9.0, "1": 1.25, "3": 6.0}

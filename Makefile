@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
 
-.PHONY: demo test check format bench bench-full evidence-fidelity evidence-memory evidence-derived clean
+.PHONY: demo test check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ bench-full: $(READY)
 $(EVIDENCE): $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[evidence]'
 	touch $(EVIDENCE)
+
+evidence: $(EVIDENCE)
+	$(BIN)/python -m evidence.training
 
 evidence-fidelity: $(EVIDENCE)
 	$(BIN)/python -m evidence.fidelity

@@ -100,7 +100,8 @@ class Subject:
     peak_rate: float
 
 
-def _normalized(images: Tensor) -> Tensor:
+def normalized(images: Tensor) -> Tensor:
+    """Bytes as numbers of mean 0 and variance 1 over CIFAR-10."""
     mean, deviation = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]).view(2, 3, 1, 1)
     return (images.float() / 255 - mean) / deviation
 
@@ -112,7 +113,7 @@ SUBJECTS = {
         batch=128,
         build=nets.resnet14,
         load=data.cifar10,
-        prepare=_normalized,
+        prepare=normalized,
         optimizer=functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4),
         peak_rate=0.1,
     ),

@@ -1,4 +1,4 @@
-"""The two networks that methods are judged on, and one whose memory is counted."""
+"""The networks that methods are judged on, and one whose memory is counted."""
 
 from __future__ import annotations
 
@@ -27,11 +27,16 @@ class Residual(nn.Module):
         return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
 
 
-def resnet14(width: int = 32, classes: int = 10) -> nn.Sequential:
-    """A ResNet for 32x32 images: three stages of two blocks, ``width``, twice and four times as wide."""
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    inputs = width
-    for factor, stride in ((1, 1), (2, 2), (4, 2)):
+def resnet14(
+    width: int = 32, classes: int = 10, *, stem: int | None = None, strides: tuple[int, int, int] = (1, 2, 2)
+) -> nn.Sequential:
+    """A ResNet for 32x32 images: three stages of two blocks, ``width``, twice and four times as wide.
+
+    ``stem`` is the width of the first convolution, ``strides`` those at which the stages begin.
+    """
+    inputs = width if stem is None else stem
+    layers: list[nn.Module] = [nn.Conv2d(3, inputs, 3, 1, 1, bias=False), nn.BatchNorm2d(inputs), nn.ReLU()]
+    for factor, stride in zip((1, 2, 4), strides, strict=True):
         layers += [Residual(inputs, factor * width, stride), Residual(factor * width, factor * width, 1)]
         inputs = factor * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
@@ -92,13 +97,21 @@ class DenseBlock(nn.Module):
 
 def densenet161(classes: int = 1000) -> nn.Sequential:
     """The layers and their order as in torchvision, for 224x224 images."""
-    growth, width = 48, 96
-    layers: list[nn.Module] = [
-        *(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
-        nn.MaxPool2d(3, 2, 1),
-    ]
-    for depth in (6, 12, 36, 24):
-        if len(layers) > 4:
+    stem = (nn.Conv2d(3, 96, 7, 2, 3, bias=False), nn.BatchNorm2d(96), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    return _densenet(stem, 96, 48, (6, 12, 36, 24), classes)
+
+
+def densenet40(classes: int = 10) -> nn.Sequential:
+    """A small one for 32x32 images: three blocks of six layers that add 12 channels each."""
+    return _densenet((nn.Conv2d(3, 24, 3, 1, 1, bias=False),), 24, 12, (6, 6, 6), classes)
+
+
+def _densenet(
+    stem: tuple[nn.Module, ...], width: int, growth: int, depths: tuple[int, ...], classes: int
+) -> nn.Sequential:
+    layers = list(stem)
+    for i, depth in enumerate(depths):
+        if i:
             layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, width // 2, 1, bias=False)]
             layers.append(nn.AvgPool2d(2))
             width //= 2
@@ -106,3 +119,16 @@ def densenet161(classes: int = 1000) -> nn.Sequential:
         width += depth * growth
     layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
+
+
+class GraphNet(nn.Module):
+    """Two graph convolutions with dropout before each; ``adjacency`` is sparse and normalized."""
+
+    def __init__(self, adjacency: Tensor, inputs: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", adjacency)
+        self.first, self.second = nn.Linear(inputs, width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(torch.sparse.mm(self.adjacency, self.first(F.dropout(x, 0.5, self.training))))
+        return torch.sparse.mm(self.adjacency, self.second(F.dropout(x, 0.5, self.training)))

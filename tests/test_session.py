@@ -352,6 +352,35 @@ def test_unusual_tensors_are_left_exact(make):
     assert all(s.state != COMPRESSED for s in session.report().sites if s.dtype == str(dtype)[6:])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_count_what_they_hold_and_once(layout):
+    dense = torch.zeros(64, 64)
+    dense[torch.arange(64), torch.randperm(64)] = 1.0
+    graph = dense.to_sparse(layout=layout)
+    names = {torch.sparse_coo: "indices", torch.sparse_csr: "crow_indices col_indices"}
+    names = ["values", *names.get(layout, "ccol_indices row_indices").split()]
+    held = sum(getattr(graph, name)().untyped_storage().nbytes() for name in names)
+
+    class Twice(nn.Module):
+        def __init__(self, own):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 8))
+            self.register_buffer("graph", graph if own else None)
+
+        def forward(self, graph):
+            graph = graph if self.graph is None else self.graph
+            return torch.sparse.mm(graph, torch.sparse.mm(graph, self.weight)).sum()
+
+    for own, expected in ((False, [held, 0]), (True, [])):
+        model = Twice(own)
+        with lowtide.compress(model, "lossless", min_numel=0) as session:
+            loss = model(graph)
+        loss.backward()
+        rows = [row for row in session.report().sites if row.shape == (64, 64)]
+        assert [row.plain_nbytes for row in rows] == expected
+
+
 def test_nan_and_inf_reach_the_gradient():
     model = net()
     for poison in (float("nan"), float("inf")):

@@ -280,7 +280,8 @@ class Session:
                 stacklevel=3,
             )
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        self._static = {capture.storage_id(t.untyped_storage()) for t in tensors if capture.has_storage(t)}
+        parts = [part for t in tensors for part in _strided(t)]
+        self._static = {capture.storage_id(t.untyped_storage()) for t in parts if capture.has_storage(t)}
         self._rows.clear()
         self._without_data = False
         self._chosen.clear()
@@ -335,9 +336,7 @@ class Session:
             self._rows.append(_Row(slot.site, None, HELD, 0, "held by other saved-tensor hooks, such as checkpoint"))
             return
         if storage is None:
-            kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.layout)
-            meta = TensorMeta(tuple(tensor.shape), (), tensor.dtype)
-            self._rows.append(_Row(slot.site, meta, EXACT, _nbytes(tensor), f"{kind}: kept as it is"))
+            self._keep_odd(slot.site, tensor)
             return
         identity = capture.storage_id(storage)
         if identity in self._static or (tensor.dtype in _HALVES and self._recast(slot, identity)):
@@ -369,6 +368,24 @@ class Session:
         meta, offset = TensorMeta.of(tensor), tensor.storage_offset()
         consumer = _Consumer(slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset)
         self._store(slot, identity, consumer, rule.why)
+
+    def _keep_odd(self, site: Site, tensor: Tensor) -> None:
+        """Note a tensor without a plain storage of its own; one of the model's own sparse ones costs nothing."""
+        kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.layout)
+        meta = TensorMeta(tuple(tensor.shape), (), tensor.dtype)
+        parts = _strided(tensor)
+        values = parts[0].untyped_storage() if len(parts) > 1 and capture.has_storage(parts[0]) else None
+        identity = 0 if values is None else capture.storage_id(values)
+        if identity in self._static:
+            return
+        known = self._counted.get(identity)
+        if known is not None and known[0]() is values:
+            self._rows.append(_Row(site, meta, SHARED, 0, known[1].site))
+            return
+        row = _Row(site, meta, EXACT, sum(map(_nbytes, parts)), f"{kind}: kept as it is")
+        self._rows.append(row)
+        if values is not None:
+            self._counted[identity] = (weakref.ref(values), row)
 
     def _store(self, slot: Slot, identity: int, consumer: _Consumer, why: str) -> None:
         """Hook the slot to the handle of its storage."""
@@ -805,6 +822,20 @@ def _place(origin: Origin) -> str:
 
 def _describe(method: Method) -> str:
     return repr(method).replace(type(method).__name__, method.name, 1)
+
+
+def _strided(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold what a sparse one holds, its values first; the tensor itself if it is not sparse."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    return [tensor]
 
 
 def _nbytes(tensor: Tensor) -> int:

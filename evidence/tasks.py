@@ -1,0 +1,233 @@
+"""What is trained: data, network, loss, schedule and the methods compared, for each task.
+
+Everything random but compression comes from the seed: the first weights, the order of samples, their crops, dropout.
+So runs of one seed differ by the method alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.nets import resnet20
+from evidence import data, nets
+from evidence.fidelity import Batch, normalized
+
+
+class Arm(NamedTuple):
+    """A method with its options; without a method nothing is compressed."""
+
+    method: str | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+    adapt: bool = False
+    """Probe the gradient after the first step, and before each further epoch."""
+
+
+ARMS = {
+    "exact": Arm(),
+    "division": Arm("division", {"bits": 2}),
+    "actnn": Arm("actnn", {"bits": 2}),
+    "auto": Arm("auto", {"bits": 2.3}),
+    "pool": Arm("pool", {"kernel": 2}),
+    "division, 1 bit": Arm("division", {"bits": 1}),
+    "division, 4 bits": Arm("division", {"bits": 4}),
+    "division, as published": Arm("division", {"bits": 2, "faithful": True}),
+    "blpa": Arm("blpa", {"bits": 4}),
+    "tinyscript": Arm("tinyscript", {"bits": 2}),
+    "auto, 2 bits": Arm("auto", {"bits": 2}),
+    "auto, 4 bits": Arm("auto", {"bits": 4}),
+    "gact, 2 bits": Arm("gact", {"bits": 2}, adapt=True),
+    "gact, 4 bits": Arm("gact", {"bits": 4}, adapt=True),
+    "actnn, 2 bits": Arm("actnn", {"bits": 2, "level": "L2"}),
+    "lowrank": Arm("lowrank", {"rank": 0.125, "bits": 2}),
+}
+
+
+class Problem(Protocol):
+    """Data in memory."""
+
+    steps: int
+    """Steps of one epoch."""
+
+    def batches(self, generator: torch.Generator) -> Iterator[Batch]:
+        """One epoch."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What is minimised."""
+
+    def accuracy(self, model: nn.Module) -> float:
+        """Percent of the test set that is right."""
+
+
+class Samples:
+    """Independent samples with labels, in shuffled batches of one size; ``prepare`` sees a batch and a generator."""
+
+    def __init__(self, split: data.Split, batch: int, prepare: Callable[[Tensor, torch.Generator | None], Tensor]):
+        self.split, self.batch, self.prepare = split, batch, prepare
+        self.steps = len(split.train_x) // batch
+
+    def batches(self, generator: torch.Generator) -> Iterator[Batch]:
+        order = torch.randperm(len(self.split.train_x), generator=generator)
+        for pick in order[: self.steps * self.batch].view(self.steps, self.batch):
+            yield Batch(self.prepare(self.split.train_x[pick], generator), self.split.train_y[pick])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch.x), batch.y)
+
+    def accuracy(self, model: nn.Module) -> float:
+        right = 0
+        for x, y in zip(self.split.test_x.split(500), self.split.test_y.split(500), strict=True):
+            right += int((model(self.prepare(x, None)).argmax(1) == y).sum())
+        return 100 * right / len(self.split.test_x)
+
+
+_MARGIN = 4
+
+
+def images(pixels: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Normalized, channels last; with a generator also mirrored or not, and moved by up to 4 pixels."""
+    if generator is not None:
+        count, size = len(pixels), pixels.shape[-1]
+        start = torch.randint(2 * _MARGIN + 1, (2, count, 1), generator=generator)
+        rows, columns = start + torch.arange(size)
+        mirrored = torch.rand(count, 1, generator=generator) < 0.5
+        columns = torch.where(mirrored, columns.flip(1), columns)
+        wide = F.pad(pixels, (_MARGIN,) * 4)
+        sample = torch.arange(count)[:, None, None]
+        pixels = wide[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    return normalized(pixels).contiguous(memory_format=torch.channels_last)
+
+
+def words(numbers: Tensor, generator: torch.Generator | None) -> Tensor:
+    """As they are."""
+    return numbers
+
+
+class Papers:
+    """A citation graph as one batch: 20 labels of each class to train with, 1000 other nodes to test with."""
+
+    steps = 1
+
+    def __init__(self, graph: data.Graph, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(graph.labels), generator=generator)
+        ranks = F.one_hot(graph.labels[order]).cumsum(0).gather(1, graph.labels[order, None])[:, 0]
+        self.train = order[ranks <= 20]
+        self.test = order[ranks > 20][-1000:]
+        self.labels = graph.labels
+        words = graph.features.float()
+        self.x = words / words.sum(1, keepdim=True).clamp_min(1)
+
+    def batches(self, generator: torch.Generator) -> Iterator[Batch]:
+        yield Batch(self.x, self.labels)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch.x)[self.train], batch.y[self.train])
+
+    def accuracy(self, model: nn.Module) -> float:
+        return 100 * float((model(self.x)[self.test].argmax(1) == self.labels[self.test]).float().mean())
+
+
+def adjacency(edges: Tensor, count: int) -> Tensor:
+    """The symmetric graph with a loop at each node, each edge divided by the roots of its ends' degrees."""
+    loops = torch.arange(count).expand(2, count)
+    both = torch.unique(torch.cat([edges, edges.flip(0), loops], 1), dim=1)
+    scale = torch.bincount(both[0], minlength=count).float().rsqrt()
+    return torch.sparse_coo_tensor(
+        both, scale[both[0]] * scale[both[1]], (count, count), check_invariants=True
+    ).coalesce()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One table: a network on its data, and the methods compared."""
+
+    title: str
+    epochs: int
+    seeds: int
+    arms: tuple[str, ...]
+    build: Callable[[], nn.Module]
+    load: Callable[[int], Problem]
+    """By seed: one set has no official split."""
+    optimizer: Callable[..., torch.optim.Optimizer]
+    rate: float
+    one_cycle: bool = True
+    more: tuple[str, ...] = field(default=())
+    """Arms that are run only on request."""
+
+
+def _cifar(batch: int) -> Callable[[int], Problem]:
+    return lambda seed: Samples(data.cifar10(), batch, images)
+
+
+def _channels_last(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: build().to(memory_format=torch.channels_last)
+
+
+TOKENS = 128
+_SGD = functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4)
+_TWO_BITS = ("exact", "division", "actnn", "auto", "pool")
+_OTHERS = ("division, 1 bit", "division, 4 bits", "division, as published", "blpa", "tinyscript")
+TASKS = {
+    "cifar": Task(
+        title="CIFAR-10, ResNet-14, 8 epochs",
+        epochs=8,
+        seeds=3,
+        arms=_TWO_BITS,
+        more=_OTHERS,
+        build=_channels_last(functools.partial(nets.resnet14, 24, stem=16, strides=(2, 2, 2))),
+        load=_cifar(128),
+        optimizer=_SGD,
+        rate=0.2,
+    ),
+    "imdb": Task(
+        title="IMDB reviews, transformer from scratch, 3 epochs",
+        epochs=3,
+        seeds=2,
+        arms=("exact", "auto, 4 bits", "auto, 2 bits", "gact, 4 bits", "gact, 2 bits"),
+        build=functools.partial(nets.TextClassifier, data.VOCABULARY, TOKENS, width=64, heads=2, layers=2),
+        load=lambda seed: Samples(data.imdb(TOKENS), 64, words),
+        optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.05),
+        rate=1e-3,
+    ),
+    "cora": Task(
+        title="Cora, two-layer GCN, 200 epochs",
+        epochs=200,
+        seeds=10,
+        arms=("exact", "actnn, 2 bits", "auto", "lowrank"),
+        build=lambda: nets.GraphNet(adjacency(data.cora().edges, len(data.cora().labels)), 1433, 128, 7),
+        load=lambda seed: Papers(data.cora(), seed),
+        optimizer=functools.partial(torch.optim.Adam, weight_decay=5e-4),
+        rate=0.01,
+        one_cycle=False,
+    ),
+    "cifar-resnet20": Task(
+        title="CIFAR-10, ResNet-20, 20 epochs",
+        epochs=20,
+        seeds=3,
+        arms=(),
+        more=(*_TWO_BITS, *_OTHERS),
+        build=_channels_last(resnet20),
+        load=_cifar(128),
+        optimizer=_SGD,
+        rate=0.2,
+    ),
+    "cifar-densenet": Task(
+        title="CIFAR-10, DenseNet of 40 layers, 20 epochs",
+        epochs=20,
+        seeds=3,
+        arms=(),
+        more=(*_TWO_BITS, *_OTHERS),
+        build=_channels_last(nets.densenet40),
+        load=_cifar(64),
+        optimizer=_SGD,
+        rate=0.1,
+    ),
+}

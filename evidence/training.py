@@ -1,0 +1,228 @@
+"""Training on real data with each method: one run, one row, added when the run ends.
+
+    python -m evidence.training                         the committed table: what is still missing of it
+    python -m evidence.training cifar --arms division   some rows
+    python -m evidence.training cifar-resnet20 --arms exact auto --seeds 1
+
+A run that is stopped goes on from its last epoch when the same command is given again. Delete a row of the CSV to run
+it anew. Accuracy is that of the last epoch, whatever epochs before it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import lowtide
+from benchmarks.run import environment
+from evidence import data
+from evidence.fidelity import RESULTS
+from evidence.tasks import ARMS, TASKS, Batch, Problem
+
+_PAUSE = 60.0
+"""Seconds between two checkpoints at least."""
+_PROBED = 4
+"""A probe sees every fourth sample of a batch at most."""
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    task: str
+    arm: str
+    seed: int
+
+
+FIELDS = [
+    *("task", "arm", "seed", "accuracy", "loss", "epochs", "accuracies", "ratio", "stored_nbytes", "plain_nbytes"),
+    *("cpu_seconds", "method", "options"),
+    *("date", "commit", "machine", "threads", "python", "torch", "numba", "lowtide"),
+]
+
+
+def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
+    """Train; the row of the run. ``epochs`` shortens it, for tests."""
+    task, arm = TASKS[job.task], ARMS[job.arm]
+    epochs = task.epochs if epochs is None else epochs
+    problem = task.load(job.seed)
+    torch.manual_seed(job.seed)
+    model = task.build()
+    optimizer = task.optimizer(model.parameters(), lr=task.rate)
+    schedule = None
+    if task.one_cycle:
+        total = epochs * problem.steps
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, total_steps=total, pct_start=0.25)
+    handle = None if arm.method is None else lowtide.attach(model, arm.method, seed=job.seed, **arm.options)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "handle": handle}
+    state = _resumed(job, parts)
+    saved = time.monotonic()
+    while state["epoch"] < epochs:
+        began = time.process_time()
+        state["loss"] = _epoch(model, problem, optimizer, schedule, handle if arm.adapt else None, job, state["epoch"])
+        model.eval()
+        with torch.no_grad():
+            state["accuracies"].append(problem.accuracy(model))
+        model.train()
+        state["epoch"] += 1
+        state["cpu_seconds"] += time.process_time() - began
+        if not math.isfinite(state["loss"]):
+            break
+        if time.monotonic() - saved > _PAUSE:
+            _save(job, parts, state)
+            saved = time.monotonic()
+    row = job._asdict() | {
+        "accuracy": state["accuracies"][-1],
+        "loss": state["loss"],
+        "epochs": state["epoch"],
+        "accuracies": " ".join(f"{a:.2f}" for a in state["accuracies"]),
+        "cpu_seconds": round(state["cpu_seconds"], 1),
+        "method": arm.method or "",
+        "options": " ".join([f"{key}={value}" for key, value in arm.options.items()] + ["probed"] * arm.adapt),
+    }
+    if handle is not None:
+        report = handle.report()
+        row |= {name: getattr(report, name) for name in ("ratio", "stored_nbytes", "plain_nbytes")}
+        handle.remove()
+    machine = environment()
+    if state["commit"] != machine["commit"]:
+        machine["commit"] = f"{state['commit']}..{machine['commit']}"
+    return row | machine
+
+
+def _epoch(
+    model: nn.Module,
+    problem: Problem,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    probed: lowtide.Attachment | None,
+    job: Job,
+    epoch: int,
+) -> float:
+    """One epoch; the mean loss of its last tenth. Stops where the loss is not finite."""
+    order = torch.Generator().manual_seed(job.seed + 1000 * epoch)
+    torch.manual_seed(job.seed + 1000 * epoch)
+    losses: list[float] = []
+    for step, batch in enumerate(problem.batches(order)):
+        if probed is not None and step == (epoch == 0):
+            part = Batch(*(x[: -(-len(x) // _PROBED)] for x in batch))
+            probed.adapt(lambda part=part: problem.loss(model, part))  # type: ignore[misc]
+        optimizer.zero_grad()
+        loss = problem.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+    last = losses[-max(1, len(losses) // 10) :]
+    return math.fsum(last) / len(last)
+
+
+def _place(job: Job) -> Path:
+    name = "-".join(map(str, job)).replace(" ", "").replace(",", "-")
+    return data.folder() / f"run-{name}.pt"
+
+
+def _save(job: Job, parts: dict[str, Any], state: dict[str, Any]) -> None:
+    path = _place(job)
+    held = {name: part.state_dict() for name, part in parts.items() if part is not None}
+    part = path.with_suffix(".part")
+    torch.save(held | {"state": state}, part)
+    part.replace(path)
+
+
+def _resumed(job: Job, parts: dict[str, Any]) -> dict[str, Any]:
+    """Where to go on: at the beginning, or where the last sitting stopped, with all parts as they were then."""
+    path = _place(job)
+    if not path.exists():
+        commit = environment()["commit"]
+        return {"epoch": 0, "accuracies": [], "loss": math.nan, "cpu_seconds": 0.0, "commit": commit}
+    held = torch.load(path, weights_only=False)  # our own file
+    for name, part in parts.items():
+        if part is not None:
+            part.load_state_dict(held[name])
+    return held["state"]
+
+
+# ---------------------------------------------------------------- the table
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """All rows so far."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def missing(jobs: Iterable[Job], path: Path) -> list[Job]:
+    """Those without a row."""
+    done = {Job(row["task"], row["arm"], int(row["seed"])) for row in read(path)}
+    return [job for job in jobs if job not in done]
+
+
+def append(row: dict[str, Any], path: Path) -> None:
+    """One more row; the header first if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if not file.tell():
+            writer.writeheader()
+        writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def jobs_of(names: Iterable[str], arms: Iterable[str] | None, seeds: int | None) -> list[Job]:
+    """Seed by seed, so that a table that is not finished yet has whole rows."""
+    found = []
+    for name in names:
+        task = TASKS[name]
+        for seed in range(task.seeds if seeds is None else seeds):
+            found += [Job(name, arm, seed) for arm in (task.arms if arms is None else arms)]
+    return found
+
+
+def _quiet(threads: int) -> None:
+    torch.set_num_threads(threads)
+    lowtide.tune_cpu_allocator()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", metavar="task", help=f"any of {', '.join(TASKS)}")
+    parser.add_argument("--arms", nargs="+", metavar="arm", help=f"any of {', '.join(map(repr, ARMS))}")
+    parser.add_argument("--seeds", type=int, help="how many; default: those of the task")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, each on its own cores")
+    parser.add_argument("--out", type=Path, default=RESULTS / "training.csv")
+    given = parser.parse_args()
+    for what, chosen, known in (("task", given.tasks, TASKS), ("arm", given.arms or (), ARMS)):
+        for name in itertools.filterfalse(known.__contains__, chosen):
+            parser.error(f"unknown {what} {name!r}; choose from {', '.join(map(repr, known))}")
+    jobs = missing(jobs_of(given.tasks or TASKS, given.arms, given.seeds), given.out)
+    print(f"{len(jobs)} runs to do", flush=True)
+    threads = max(1, (os.cpu_count() or 1) // given.workers)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.workers, spawn, initializer=_quiet, initargs=(threads,)) as pool:
+        running = {pool.submit(run, job): job for job in jobs}
+        for done in as_completed(running):
+            row = done.result()
+            append(row, given.out)
+            _place(running[done]).unlink(missing_ok=True)
+            shown = ("task", "arm", "seed", "accuracy", "accuracies", "ratio", "cpu_seconds")
+            print(*(f"{key} {row[key]}" for key in shown if row.get(key) not in (None, "")), sep="  ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -220,8 +220,8 @@ def main() -> None:
             row = done.result()
             append(row, given.out)
             _place(running[done]).unlink(missing_ok=True)
-            shown = ("task", "arm", "seed", "accuracy", "accuracies", "ratio", "cpu_seconds")
-            print(*(f"{key} {row[key]}" for key in shown if row.get(key) not in (None, "")), sep="  ", flush=True)
+            ratio = f", {row['ratio']:.1f}x less kept" if "ratio" in row else ""
+            print(f"{', '.join(map(str, running[done]))}: {row['accuracy']:.2f} %{ratio}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ LAYERS = [
     ["cli"],
     ["demo", "check"],
     ["measure", "allocator"],
+    ["attachment"],
     ["session"],
     ["report", "replay"],
     ["methods"],

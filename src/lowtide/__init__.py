@@ -7,13 +7,14 @@
 
 from . import codecs
 from .allocator import tune_cpu_allocator
+from .attachment import Attachment, attach, compress
 from .capture import Site
 from .check import CheckResult, check
 from .codecs import Codec
 from .methods import Method, methods
 from .planner import Plan
 from .report import Report
-from .session import Attachment, Session, attach, compress
+from .session import Session
 
 __version__ = "0.1.0.dev0"
 

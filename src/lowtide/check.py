@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from . import capture
+from .attachment import attached, compress
 from .capture import Site
 from .codecs import Codec, TensorMeta
 from .methods import Method
 from .planner import Plan
 from .replay import gradients
 from .report import Report, size
-from .session import MIN_NUMEL, Session, attached, compress
+from .session import MIN_NUMEL, Session
 from .tuning import Use
 
 LossFn = Callable[[nn.Module, Any], Tensor]

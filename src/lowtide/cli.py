@@ -18,10 +18,10 @@ from torch import nn
 
 from . import __version__, capture, demo, kernels
 from .allocator import can_tune
+from .attachment import compress
 from .check import check, default_loss
 from .measure import ChildError
 from .methods import Method, methods, resolve
-from .session import compress
 
 
 def main(argv: Sequence[str] | None = None) -> int:

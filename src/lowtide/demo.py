@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import kernels
+from .attachment import compress
 from .measure import Emit, peak_above, run_child
 from .report import size
-from .session import Session, compress
+from .session import Session
 
 EXACT = "exact"
 METHODS = (EXACT, "division", "actnn", "pool")

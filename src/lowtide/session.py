@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,10 +26,9 @@ from .capture import Capture, Site, Slot
 from .codecs import FLOATS, BlockMean, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
 from .codecs.base import flatten, layout_of
 from .derive import PIECE, Origin, origin_of, pieces
-from .methods import Method, Only, Survey, resolve
+from .methods import Method, Only, Survey
 from .mixing import Probed
 from .offload import Moved, fetch, send
-from .planner import Plan
 from .replay import Sketch, gradients
 from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport, size
 from .rules import Need, rule_for
@@ -231,7 +230,7 @@ def _changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
 
 
 class Session:
-    """A compressed forward; made by :func:`compress` and :func:`attach`."""
+    """A compressed forward; made by ``compress`` and ``attach``."""
 
     def __init__(self, model: nn.Module, method: Method, seed: int, min_numel: int, derive: bool) -> None:
         self.method = method
@@ -306,6 +305,37 @@ class Session:
             if row.codecs == (_SHAPE_ONLY,) and storage() is not None:
                 self._leave(row)
         self._forget()
+
+    def begin(self, module: nn.Module) -> None:
+        """Before each forward of an attached ``module``: a step of its own, if gradients are on."""
+        if self._probing:
+            return
+        if self._entered and self._thread != threading.get_ident():
+            return  # a forward in another thread stays exact
+        if self._entered:
+            if capture.calls_on_stack(module) > 1:
+                self._entered += 1  # the model calls itself
+                return
+            self._close()  # an interrupt, which skips closing hooks, ended the last forward
+        if torch.is_grad_enabled():
+            self.step += 1
+            if self._probe is not None and self.step % self._probe[1] == 0:
+                self.adapt(self._probe[0], every=self._probe[1])
+            self._open()
+
+    def end(self) -> None:
+        """After each forward of an attached module."""
+        if not self._entered or self._thread != threading.get_ident():
+            return
+        if self._entered > 1:
+            self._entered -= 1
+        else:
+            self._close()
+
+    def abandon(self) -> None:
+        """Stop watching a forward that is under way in this thread."""
+        if self._entered and self._thread == threading.get_ident():
+            self._close()
 
     def _leave(self, row: _Row) -> None:
         """Say why a storage is still there: a slot of autograd's keeps it, or somebody outside."""
@@ -736,6 +766,20 @@ class Session:
         session = Session(self._model, method, self.seed, self._min_numel, False)
         return sketch.of(session.gradients(closure, 0))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, step and what the method learned."""
+        learned = {} if self._tuner is None else {"learned": self._tuner.state_dict()}
+        return {"seed": self.seed, "step": self.step, **learned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, which must come from the same method."""
+        expected = {"seed", "step"} | ({"learned"} if self._tuner is not None else set())
+        if set(state) != expected:
+            raise ValueError(f"{self.method.name} expects the keys {', '.join(sorted(expected))}; got {sorted(state)}")
+        self.seed, self.step = int(state["seed"]), int(state["step"])
+        if self._tuner is not None:
+            self._tuner.load_state_dict(state["learned"])
+
     # ------------------------------------------------------------ report
 
     @property
@@ -862,175 +906,3 @@ def _rank() -> int:
     """Ranks must round independently, or averaging over them would not average the noise."""
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if ready else 0
-
-
-class Attachment:
-    """Compression of every forward of a model until :meth:`remove`; made by :func:`attach`."""
-
-    def __init__(self, model: nn.Module, session: Session) -> None:
-        self._session = session
-        self._hooks = [
-            model.register_forward_pre_hook(_opener(session)),
-            model.register_forward_hook(_closer(session), always_call=True),
-        ]
-
-    def remove(self) -> None:
-        """Take the two hooks off the model; may be called again, also within a forward."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        if self._session._entered and self._session._thread == threading.get_ident():
-            self._session._close()
-
-    def report(self) -> Report:
-        """What was saved in the last forward, how it is stored, and why."""
-        return self._session.report()
-
-    def adapt(self, closure: Callable[[], Tensor], *, every: int | None = None) -> None:
-        """See :meth:`Session.adapt`."""
-        self._session.adapt(closure, every=every)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Seed, step and what the method learned: with the model's and optimizer's, enough to resume bit for bit."""
-        session = self._session
-        learned = {} if session._tuner is None else {"learned": session._tuner.state_dict()}
-        return {"seed": session.seed, "step": session.step, **learned}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``, which must come from the same method."""
-        session = self._session
-        expected = {"seed", "step"} | ({"learned"} if session._tuner is not None else set())
-        if set(state) != expected:
-            raise ValueError(
-                f"{session.method.name} expects the keys {', '.join(sorted(expected))}; got {sorted(state)}"
-            )
-        session.seed, session.step = int(state["seed"]), int(state["step"])
-        if session._tuner is not None:
-            session._tuner.load_state_dict(state["learned"])
-
-
-def attached(model: nn.Module) -> bool:
-    """Is any module of ``model`` under :func:`attach`?"""
-    return any(getattr(h, _OPENER, False) for m in model.modules() for h in m._forward_pre_hooks.values())
-
-
-_OPENER = "opens_lowtide_session"
-
-# Hooks are closures, not bound methods: copy.deepcopy of a model then leaves the session alone.
-
-
-def _opener(session: Session) -> Callable[..., None]:
-    def open_session(module: nn.Module, args: Any) -> None:
-        if session._probing:
-            return
-        if session._entered and session._thread != threading.get_ident():
-            return  # a forward in another thread stays exact
-        if session._entered:
-            if capture.calls_on_stack(module) > 1:
-                session._entered += 1  # the model calls itself
-                return
-            session._close()  # an interrupt, which skips closing hooks, ended the last forward
-        if torch.is_grad_enabled():
-            session.step += 1
-            if session._probe is not None and session.step % session._probe[1] == 0:
-                session.adapt(session._probe[0], every=session._probe[1])
-            session._open()
-
-    setattr(open_session, _OPENER, True)
-    return open_session
-
-
-def _closer(session: Session) -> Callable[..., None]:
-    def close_session(module: nn.Module, args: Any, result: Any) -> None:
-        if not session._entered or session._thread != threading.get_ident():
-            return
-        if session._entered > 1:
-            session._entered -= 1
-        else:
-            session._close()
-
-    return close_session
-
-
-def _session(
-    model: nn.Module,
-    method: str | Method | Codec | Plan,
-    seed: int,
-    min_numel: int,
-    derive: bool,
-    options: dict[str, Any],
-) -> Session:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    if next(model.parameters(), None) is None:
-        raise ValueError("the model has no parameters, so there is no training memory to compress")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be a whole number; got {seed!r}")
-    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
-        raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
-    if not isinstance(derive, bool):
-        raise TypeError(f"derive must be True or False; got {derive!r}")
-    return Session(model, resolve(method, options), seed, min_numel, derive)
-
-
-def compress(
-    model: nn.Module,
-    method: str | Method | Codec | Plan = "division",
-    *,
-    seed: int = 0,
-    min_numel: int = MIN_NUMEL,
-    derive: bool = False,
-    **options: Any,
-) -> Session:
-    """Run the forward inside this context: autograd then keeps compressed copies for backward.
-
-    The forward is exact; backward may run inside or outside. ``method`` is a name from
-    :func:`lowtide.methods` with its ``options``, a codec to use for every value, or a plan. The
-    model, torch's random streams and the loop are left as they were, also after an exception.
-
-    Sessions do not nest: within one, an inner one finds nothing left to do. Under autocast, call backward before the
-    optimizer's step, because copies of parameters are cast again instead of kept.
-
-    With ``derive=True`` a tensor that is a cheap function of stored ones (the input of a convolution after BN and ReLU,
-    of a linear layer after a norm, an activation or a product) is not stored but rebuilt from them: about half the
-    bytes, which are better spent on more ``bits`` for what is stored.
-
-    Rounding noise depends on ``seed``, on how many sessions the process opened before, and on the
-    site. Use :func:`attach` where a resumed run must repeat it.
-
-    >>> import torch, lowtide
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
-    >>> x = torch.randn(128, 64)
-    >>> with lowtide.compress(model, "actnn", bits=4) as session:
-    ...     loss = model(x).square().mean()
-    >>> loss.backward()
-    >>> session.report().ratio > 4
-    True
-    """
-    return _session(model, method, seed, min_numel, derive, options)
-
-
-def attach(
-    model: nn.Module,
-    method: str | Method | Codec | Plan = "division",
-    *,
-    seed: int = 0,
-    min_numel: int = MIN_NUMEL,
-    derive: bool = False,
-    **options: Any,
-) -> Attachment:
-    """Compress every forward of ``model`` from now on, in a loop that does not change.
-
-    Covers what happens inside ``model``'s forward; a loss computed outside stays exact. Forwards
-    under ``torch.no_grad()`` are left alone, and so are those in another thread while one is running.
-    ``handle.remove()`` undoes it; call it before pickling or copying the whole model (its ``state_dict`` is free
-    of hooks).
-
-    >>> import torch, lowtide
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
-    >>> handle = lowtide.attach(model, "division")
-    >>> model(torch.randn(128, 64)).sum().backward()
-    >>> handle.state_dict()
-    {'seed': 0, 'step': 1}
-    >>> handle.remove()
-    """
-    return Attachment(model, _session(model, method, seed, min_numel, derive, options))

@@ -1,0 +1,157 @@
+"""How a user begins: ``compress`` for one forward, ``attach`` for every forward of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .codecs import Codec
+from .methods import Method, resolve
+from .planner import Plan
+from .report import Report
+from .session import MIN_NUMEL, Session
+
+
+class Attachment:
+    """Compression of every forward of a model until :meth:`remove`; made by :func:`attach`."""
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        self._session = session
+        self._hooks = [
+            model.register_forward_pre_hook(_opener(session)),
+            model.register_forward_hook(_closer(session), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the two hooks off the model; may be called again, also within a forward."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._session.abandon()
+
+    def report(self) -> Report:
+        """What was saved in the last forward, how it is stored, and why."""
+        return self._session.report()
+
+    def adapt(self, closure: Callable[[], Tensor], *, every: int | None = None) -> None:
+        """See :meth:`Session.adapt`."""
+        self._session.adapt(closure, every=every)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, step and what the method learned: with the model's and optimizer's, enough to resume bit for bit."""
+        return self._session.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, which must come from the same method."""
+        self._session.load_state_dict(state)
+
+
+def attached(model: nn.Module) -> bool:
+    """Is any module of ``model`` under :func:`attach`?"""
+    return any(getattr(h, _OPENER, False) for m in model.modules() for h in m._forward_pre_hooks.values())
+
+
+_OPENER = "opens_lowtide_session"
+
+# Hooks are closures, not bound methods: copy.deepcopy of a model then leaves the session alone.
+
+
+def _opener(session: Session) -> Callable[..., None]:
+    def open_session(module: nn.Module, args: Any) -> None:
+        session.begin(module)
+
+    setattr(open_session, _OPENER, True)
+    return open_session
+
+
+def _closer(session: Session) -> Callable[..., None]:
+    def close_session(module: nn.Module, args: Any, result: Any) -> None:
+        session.end()
+
+    return close_session
+
+
+def _session(
+    model: nn.Module,
+    method: str | Method | Codec | Plan,
+    seed: int,
+    min_numel: int,
+    derive: bool,
+    options: dict[str, Any],
+) -> Session:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if next(model.parameters(), None) is None:
+        raise ValueError("the model has no parameters, so there is no training memory to compress")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number; got {seed!r}")
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
+        raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
+    if not isinstance(derive, bool):
+        raise TypeError(f"derive must be True or False; got {derive!r}")
+    return Session(model, resolve(method, options), seed, min_numel, derive)
+
+
+def compress(
+    model: nn.Module,
+    method: str | Method | Codec | Plan = "division",
+    *,
+    seed: int = 0,
+    min_numel: int = MIN_NUMEL,
+    derive: bool = False,
+    **options: Any,
+) -> Session:
+    """Run the forward inside this context: autograd then keeps compressed copies for backward.
+
+    The forward is exact; backward may run inside or outside. ``method`` is a name from
+    :func:`lowtide.methods` with its ``options``, a codec to use for every value, or a plan. The
+    model, torch's random streams and the loop are left as they were, also after an exception.
+
+    Sessions do not nest: within one, an inner one finds nothing left to do. Under autocast, call backward before the
+    optimizer's step, because copies of parameters are cast again instead of kept.
+
+    With ``derive=True`` a tensor that is a cheap function of stored ones (the input of a convolution after BN and ReLU,
+    of a linear layer after a norm, an activation or a product) is not stored but rebuilt from them: about half the
+    bytes, which are better spent on more ``bits`` for what is stored.
+
+    Rounding noise depends on ``seed``, on how many sessions the process opened before, and on the
+    site. Use :func:`attach` where a resumed run must repeat it.
+
+    >>> import torch, lowtide
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    >>> x = torch.randn(128, 64)
+    >>> with lowtide.compress(model, "actnn", bits=4) as session:
+    ...     loss = model(x).square().mean()
+    >>> loss.backward()
+    >>> session.report().ratio > 4
+    True
+    """
+    return _session(model, method, seed, min_numel, derive, options)
+
+
+def attach(
+    model: nn.Module,
+    method: str | Method | Codec | Plan = "division",
+    *,
+    seed: int = 0,
+    min_numel: int = MIN_NUMEL,
+    derive: bool = False,
+    **options: Any,
+) -> Attachment:
+    """Compress every forward of ``model`` from now on, in a loop that does not change.
+
+    Covers what happens inside ``model``'s forward; a loss computed outside stays exact. Forwards
+    under ``torch.no_grad()`` are left alone, and so are those in another thread while one is running.
+    ``handle.remove()`` undoes it; call it before pickling or copying the whole model (its ``state_dict`` is free
+    of hooks).
+
+    >>> import torch, lowtide
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    >>> handle = lowtide.attach(model, "division")
+    >>> model(torch.randn(128, 64)).sum().backward()
+    >>> handle.state_dict()
+    {'seed': 0, 'step': 1}
+    >>> handle.remove()
+    """
+    return Attachment(model, _session(model, method, seed, min_numel, derive, options))

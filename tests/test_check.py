@@ -29,13 +29,11 @@ from lowtide.check import (
     Difference,
     _chance,
     _Fixed,
-    _samples,
-    _slice,
     difference,
     judge,
 )
 from lowtide.codecs import Codec, GroupQuant, Packed, TensorMeta
-from lowtide.replay import gradients
+from lowtide.replay import gradients, part_of, samples_in
 
 CONV = lowtide.Site("4", "Convolution", "input", 0)
 
@@ -437,8 +435,8 @@ class Pair(NamedTuple):
 
 def test_parts_keep_their_containers() -> None:
     batch = {"pair": Pair(torch.arange(6), [torch.arange(6) * 2]), "scale": torch.tensor(3.0), "flag": None}
-    assert _samples(batch) == 6
-    part = _slice(batch, 2, 4)
+    assert samples_in(batch) == 6
+    part = part_of(batch, 2, 4)
     assert type(part["pair"]) is Pair
     assert part["pair"].x.tolist() == [2, 3]
     assert part["pair"].y[0].tolist() == [4, 6]

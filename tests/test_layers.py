@@ -20,6 +20,7 @@ LAYERS = [
     ["demo", "check"],
     ["measure", "allocator"],
     ["attachment"],
+    ["guard"],
     ["session"],
     ["report", "replay"],
     ["methods"],

@@ -11,6 +11,7 @@ from .attachment import Attachment, attach, compress
 from .capture import Site
 from .check import CheckResult, check
 from .codecs import Codec
+from .guard import Guard
 from .methods import Method, methods
 from .planner import Plan
 from .report import Report
@@ -22,6 +23,7 @@ __all__ = [
     "Attachment",
     "CheckResult",
     "Codec",
+    "Guard",
     "Method",
     "Plan",
     "Report",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .codecs import Codec
+from .guard import Guard, Watch
 from .methods import Method, resolve
 from .planner import Plan
 from .report import Report
@@ -17,22 +20,30 @@ from .session import MIN_NUMEL, Session
 class Attachment:
     """Compression of every forward of a model until :meth:`remove`; made by :func:`attach`."""
 
-    def __init__(self, model: nn.Module, session: Session) -> None:
+    def __init__(self, model: nn.Module, session: Session, guard: Guard | None = None) -> None:
         self._session = session
-        self._hooks = [
-            model.register_forward_pre_hook(_opener(session)),
-            model.register_forward_hook(_closer(session), always_call=True),
-        ]
+        self.guard = None if guard is None else Watch(model, session, guard)
+        """The guard at work, if there is one: its readings, and what it raised."""
+        self._hooks: list[RemovableHandle] = []
+        if self.guard is not None:  # probes run before a session opens, outputs are watched after it closes
+            self._hooks.append(model.register_forward_pre_hook(_before(self.guard), with_kwargs=True))
+        self._hooks.append(model.register_forward_pre_hook(_opener(session)))
+        self._hooks.append(model.register_forward_hook(_closer(session), always_call=True))
+        if self.guard is not None:
+            self._hooks.append(model.register_forward_hook(_after(self.guard), with_kwargs=True))
 
     def remove(self) -> None:
-        """Take the two hooks off the model; may be called again, also within a forward."""
+        """Take all hooks off the model; may be called again, also within a forward."""
         while self._hooks:
             self._hooks.pop().remove()
         self._session.abandon()
 
     def report(self) -> Report:
         """What was saved in the last forward, how it is stored, and why."""
-        return self._session.report()
+        report = self._session.report()
+        if self.guard is None:
+            return report
+        return dataclasses.replace(report, notes=(*report.notes, *self.guard.notes()))
 
     def adapt(self, closure: Callable[[], Tensor], *, every: int | None = None) -> None:
         """See :meth:`Session.adapt`."""
@@ -40,11 +51,17 @@ class Attachment:
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, step and what the method learned: with the model's and optimizer's, enough to resume bit for bit."""
-        return self._session.state_dict()
+        state = self._session.state_dict()
+        return state if self.guard is None else {**state, "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, which must come from the same method."""
-        self._session.load_state_dict(state)
+        """Go on from ``state``, which must come from the same method, with a guard if this has one."""
+        if ("guard" in state) != (self.guard is not None):
+            has, lacks = ("this state", "this attachment") if "guard" in state else ("this attachment", "this state")
+            raise ValueError(f"{has} has a guard and {lacks} has none; give attach() the same guard as before")
+        self._session.load_state_dict({key: value for key, value in state.items() if key != "guard"})
+        if self.guard is not None:
+            self.guard.load_state_dict(state["guard"])
 
 
 def attached(model: nn.Module) -> bool:
@@ -70,6 +87,20 @@ def _closer(session: Session) -> Callable[..., None]:
         session.end()
 
     return close_session
+
+
+def _before(watch: Watch) -> Callable[..., None]:
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watch.before(module, args, kwargs)
+
+    return look
+
+
+def _after(watch: Watch) -> Callable[..., None]:
+    def wait(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        watch.after(module, args, kwargs, output)
+
+    return wait
 
 
 def _session(
@@ -137,6 +168,7 @@ def attach(
     seed: int = 0,
     min_numel: int = MIN_NUMEL,
     derive: bool = False,
+    guard: bool | Guard = False,
     **options: Any,
 ) -> Attachment:
     """Compress every forward of ``model`` from now on, in a loop that does not change.
@@ -146,6 +178,11 @@ def attach(
     ``handle.remove()`` undoes it; call it before pickling or copying the whole model (its ``state_dict`` is free
     of hooks).
 
+    With ``guard=True``, or a :class:`Guard` with other limits, the gradient of a few samples is compared with the exact
+    one every 100 steps. Where the error exceeds SGD's own noise, or a bias shows, the tensors that cause it get more
+    bits; this is logged, noted in the report and kept in ``state_dict``. The loop stays as it is; weights, buffers,
+    ``.grad`` and random streams are as without a guard. Inputs and outputs must have samples as first dimension.
+
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
     >>> handle = lowtide.attach(model, "division")
@@ -154,4 +191,7 @@ def attach(
     {'seed': 0, 'step': 1}
     >>> handle.remove()
     """
-    return Attachment(model, _session(model, method, seed, min_numel, derive, options))
+    if not isinstance(guard, (bool, Guard)):
+        raise TypeError(f"guard must be True, False or a lowtide.Guard; got {guard!r}")
+    session = _session(model, method, seed, min_numel, derive, options)
+    return Attachment(model, session, Guard() if guard is True else guard or None)

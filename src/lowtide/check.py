@@ -7,11 +7,10 @@ what does not (bias).
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ from .capture import Site
 from .codecs import Codec, TensorMeta
 from .methods import Method
 from .planner import Plan
-from .replay import gradients
+from .replay import NotDivisible, gradients, part_of, samples_in, suspects
 from .report import Report, size
 from .session import MIN_NUMEL, Session
 from .tuning import Use
@@ -256,7 +255,7 @@ def check(
     if overall.error > 0:
         whole, stop = _damage(last, exact), time.perf_counter() + seconds
         each = 0.0
-        for use in _by_share(lossy, {name: d.error * d.norm for name, d in parameters.items()}):
+        for use in suspects(lossy, {name: d.error * d.norm for name, d in parameters.items()}):
             start = time.perf_counter()
             if start + each >= stop:
                 break
@@ -478,10 +477,6 @@ _MIDPOINTS = 1000
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
-class _NotDivisible(ValueError):
-    """The batch has no parts."""
-
-
 def _sgd_noise(model: nn.Module, batch: Any, loss: LossFn, exact: Mapping[str, Tensor]) -> dict[str, float] | str:
     """SGD's noise by parameter, for the whole gradient under ""; or why it cannot be known.
 
@@ -492,12 +487,12 @@ def _sgd_noise(model: nn.Module, batch: Any, loss: LossFn, exact: Mapping[str, T
     where random numbers are drawn, and no batch norm is suspect, twice the noise will do.
     """
     try:
-        samples = _samples(batch)
+        samples = samples_in(batch)
         parts = min(PARTS, samples)
         part = samples // parts
-        probes = [_Probe(model, loss, _slice(batch, i * part, (i + 1) * part), i) for i in range(parts)]
+        probes = [_Probe(model, loss, part_of(batch, i * part, (i + 1) * part), i) for i in range(parts)]
         found = [_gathered(gradients(model, probe)) for probe in probes]
-    except _NotDivisible as reason:
+    except NotDivisible as reason:
         return str(reason)
     except Exception as error:  # the user's code may do anything with a part, and the check can go on without
         return f"a part of the batch failed with {type(error).__name__}: {error}"
@@ -542,49 +537,6 @@ class _Probe:
         return value
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _leaves(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from _leaves(value)
-    else:
-        yield batch
-
-
-def _samples(batch: Any) -> int:
-    """The size that all tensors of the batch share in their first dimension."""
-    sizes = set()
-    for leaf in _leaves(batch):
-        if isinstance(leaf, Tensor):
-            sizes |= {leaf.shape[0]} if leaf.dim() else set()
-        elif leaf is not None and not isinstance(leaf, (bool, int, float)):
-            raise _NotDivisible(f"the batch holds a {type(leaf).__name__}, which cannot be divided into samples")
-    if len(sizes) != 1:
-        given = ", ".join(map(str, sorted(sizes))) or "none"
-        raise _NotDivisible(f"the batch's tensors do not share one first dimension ({given})")
-    count = sizes.pop()
-    if count < 2:
-        raise _NotDivisible(f"the batch has {count} samples, and two are needed")
-    return int(count)
-
-
-def _slice(batch: Any, start: int, stop: int) -> Any:
-    """The samples from ``start`` to ``stop``, in the batch's own containers."""
-    if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.dim() else batch
-    if isinstance(batch, Mapping):
-        part = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-        for key, value in batch.items():
-            part[key] = _slice(value, start, stop)
-        return part
-    if isinstance(batch, (tuple, list)):
-        parts = [_slice(value, start, stop) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
 # ---------------------------------------------------------------- sites
 
 
@@ -606,26 +558,6 @@ class _Fixed(Method):
     ) -> Callable[..., Any] | None:
         """The other method's."""
         return self.other.twin(func, args, kwargs)
-
-
-def _by_share(stored: Mapping[Use, Codec], errors: Mapping[str, float]) -> list[Use]:
-    """Stored tensors, those first whose consumers' own parameters err most.
-
-    A consumer without parameters of its own passes its noise to layers before it: it gets a part of the whole error
-    by its number of values.
-    """
-    by_module: dict[str, float] = {}
-    for name, error in errors.items():
-        module = name.rpartition(".")[0]
-        by_module[module] = by_module.get(module, 0.0) + error**2
-    whole, values = sum(by_module.values()), sum(use.meta.numel for use in stored)
-
-    def share(use: Use) -> tuple[float, int]:
-        modules = {site.module for site in use.sites} & set(by_module)
-        own = sum(by_module[m] for m in modules) if modules else whole * use.meta.numel / values
-        return -own, -use.meta.numel
-
-    return sorted(stored, key=share)
 
 
 def _damage(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[int, float]:

@@ -6,15 +6,18 @@ must not move batch statistics, gradients or random streams that the real traini
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from .tuning import Use
 
 
 @contextmanager
@@ -98,6 +101,81 @@ def gradients(model: nn.Module, closure: Callable[[], Tensor]) -> dict[str, Tens
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+
+
+# ---------------------------------------------------------------- parts of a batch
+
+
+class NotDivisible(ValueError):
+    """The batch has no parts."""
+
+
+def leaves_of(batch: Any) -> Iterator[Any]:
+    """What lies in nested mappings, tuples and lists."""
+    if isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from leaves_of(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from leaves_of(value)
+    else:
+        yield batch
+
+
+def samples_in(batch: Any) -> int:
+    """The size that all tensors of the batch share in their first dimension."""
+    sizes = set()
+    for leaf in leaves_of(batch):
+        if isinstance(leaf, Tensor):
+            sizes |= {leaf.shape[0]} if leaf.dim() else set()
+        elif leaf is not None and not isinstance(leaf, (bool, int, float)):
+            raise NotDivisible(f"the batch holds a {type(leaf).__name__}, which cannot be divided into samples")
+    if len(sizes) != 1:
+        given = ", ".join(map(str, sorted(sizes))) or "none"
+        raise NotDivisible(f"the batch's tensors do not share one first dimension ({given})")
+    count = sizes.pop()
+    if count < 2:
+        raise NotDivisible(f"the batch has {count} samples, and two are needed")
+    return int(count)
+
+
+def part_of(batch: Any, start: int, stop: int) -> Any:
+    """The samples from ``start`` to ``stop``, in the batch's own containers."""
+    if isinstance(batch, Tensor):
+        return batch[start:stop] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        part = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+        for key, value in batch.items():
+            part[key] = part_of(value, start, stop)
+        return part
+    if isinstance(batch, (tuple, list)):
+        parts = [part_of(value, start, stop) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+# ---------------------------------------------------------------- which tensors, and comparing gradients
+
+
+def suspects(stored: Iterable[Use], errors: Mapping[str, float]) -> list[Use]:
+    """Stored tensors, those first whose consumers' own parameters err most.
+
+    A consumer without parameters of its own passes its noise to layers before it: it gets a part of the whole error
+    by its number of values.
+    """
+    stored = list(stored)
+    by_module: dict[str, float] = {}
+    for name, error in errors.items():
+        module = name.rpartition(".")[0]
+        by_module[module] = by_module.get(module, 0.0) + error**2
+    whole, values = sum(by_module.values()), sum(use.meta.numel for use in stored)
+
+    def share(use: Use) -> tuple[float, int]:
+        modules = {site.module for site in use.sites} & set(by_module)
+        own = sum(by_module[m] for m in modules) if modules else whole * use.meta.numel / values
+        return -own, -use.meta.numel
+
+    return sorted(stored, key=share)
 
 
 _ROWS = 256

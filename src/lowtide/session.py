@@ -14,7 +14,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -234,6 +235,8 @@ class Session:
 
     def __init__(self, model: nn.Module, method: Method, seed: int, min_numel: int, derive: bool) -> None:
         self.method = method
+        self.override: Callable[[Use, Codec], Codec | None] | None = None
+        """Has the last word about a codec, if it is set."""
         self._tuner = method.tuner(model)
         self._probing = False
         self._probe: tuple[Callable[[], Tensor], int] | None = None
@@ -618,16 +621,23 @@ class Session:
             origin = None
         if meta.numel < self._min_numel:
             return Raw(), lossless, None
-        if origin is not None and self._derive_all and _need_of(origin) >= need:
-            return Derived(), lossless, None
         sources = () if origin is None else _sites_of(origin)
         use = Use(need, meta, spatial, tuple(sites), sources, rectified)
-        codec = self.method.codec_for(use)
-        if codec is not None and self._tuner is not None and capture.has_data(tensor):
-            codec = self._tuner.codec_for(use, tensor, codec, _rebuild(origin, tensor, meta))
-        if codec is not None:
-            self._chosen.append((use, codec))
-        return codec, lossless, None if codec is not None else f"{self.method.name} keeps these values"
+        codec: Codec | None
+        if origin is not None and self._derive_all and _need_of(origin) >= need:
+            codec = Derived()
+        else:
+            codec = self.method.codec_for(use)
+            if codec is not None and self._tuner is not None and capture.has_data(tensor):
+                codec = self._tuner.codec_for(use, tensor, codec, _rebuild(origin, tensor, meta))
+        if codec is None:
+            return None, lossless, f"{self.method.name} keeps these values"
+        if self.override is not None:
+            codec = self.override(use, codec)
+            if codec is None:
+                return None, lossless, "kept exactly, because its noise was too much"
+        self._chosen.append((use, codec))
+        return codec, lossless, None
 
     def _encode(
         self,
@@ -747,19 +757,37 @@ class Session:
         self._probe = None if every is None else (closure, every)
         sketch = Sketch(self._model)
         uses: dict[Site, tuple[Use, Codec]] = {}
-        with tuner.timed():
-            self._probing = True
-            try:
-                survey = Survey(tuner, uses)
-                exact = self._sketch(sketch, closure, survey)
-                found = []
-                for use, codec in uses.values():
-                    change = self._sketch(sketch, closure, Only(use.sites[0], codec)) - exact
-                    square = float(change.square().sum(dtype=torch.float64))
-                    found.append((use, square if math.isfinite(square) else math.inf))
-            finally:
-                self._probing = False
+        with tuner.timed(), self.aside():
+            survey = Survey(tuner, uses)
+            exact = self._sketch(sketch, closure, survey)
+            found = []
+            for use, codec in uses.values():
+                change = self._sketch(sketch, closure, Only(use.sites[0], codec)) - exact
+                square = float(change.square().sum(dtype=torch.float64))
+                found.append((use, square if math.isfinite(square) else math.inf))
         tuner.measured(found)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Forwards of an attached model inside are not compressed, nor counted as steps."""
+        self._probing = True
+        try:
+            yield
+        finally:
+            self._probing = False
+
+    @property
+    def is_aside(self) -> bool:
+        """Inside :meth:`aside`?"""
+        return self._probing
+
+    def like(self, seed: int, share: float) -> Session:
+        """Another session that decides as this one, with noise of its own, for a part ``share`` of its samples."""
+        other = Session(self._model, self.method, seed, int(self._min_numel * share), self._derive_all)
+        other.override = self.override
+        if self._tuner is not None and other._tuner is not None:
+            other._tuner.load_state_dict(self._tuner.state_dict())
+        return other
 
     def _sketch(self, sketch: Sketch, closure: Callable[[], Tensor], method: Method) -> Tensor:
         """The gradient with what ``method`` compresses, in a session of its own that no other counts."""

@@ -1,0 +1,397 @@
+"""The guard: silent where all is well, exact about what is not, and never in training's way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from lowtide.codecs import Cast, Codec, GroupQuant, Packed
+from lowtide.guard import Guard, Reading, Watch, _better, _thin
+from lowtide.methods import Method
+from lowtide.replay import gradients
+from lowtide.tuning import Use
+
+BATCH = 64
+INPUT_OF_3 = "2"  # the ReLU that saves it too comes first
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.1),
+        nn.Flatten(), nn.Linear(16 * 64, 10),
+    )  # fmt: skip
+
+
+def batches(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        x = torch.randn(BATCH, 3, 8, 8, generator=generator)
+        yield x, (x.mean((1, 2, 3)) > 0).long()
+
+
+def agreed(out, labels):
+    """All samples pull the same way, so SGD has little noise and bias shows."""
+    return (out - 5).square().mean()
+
+
+def train(model, steps=6, seed=1, loss=F.cross_entropy, rate=0.05):
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    torch.manual_seed(7)
+    for x, y in batches(steps, seed):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return [*model.state_dict().values(), torch.get_rng_state()]
+
+
+@dataclass(frozen=True)
+class Wrong(Codec):
+    """Stores exact values in 8 bits' bytes, and gives back wrong ones."""
+
+    factor: float
+    id: ClassVar[str] = "wrong"
+
+    def encode(self, tensor, *, key, support=None):
+        return Packed(self, lowtide.codecs.TensorMeta.of(tensor), (tensor.clone(),))
+
+    def decode(self, packed, support=None):
+        return packed.buffers[0] * self.factor
+
+    def packed_nbytes(self, meta):
+        return meta.numel
+
+
+@dataclass(frozen=True)
+class Spoilt(Method):
+    """Right but for one place, from a step on."""
+
+    name: ClassVar[str] = "spoilt"
+    module: str
+    codec: Codec
+
+    def codec_for(self, use: Use) -> Codec | None:
+        return self.codec if any(site.module == self.module for site in use.sites) else GroupQuant(8)
+
+
+@pytest.mark.parametrize("method", ["actnn", "division", "auto", "tinyscript", "gact", "lossless"])
+def test_a_guard_that_finds_nothing_changes_nothing(method):
+    plain, watched = net(), net()
+    lowtide.attach(plain, method)
+    handle = lowtide.attach(watched, method, guard=Guard(every=2, error=1e3, bias=1e3))
+    for a, b in zip(train(plain), train(watched), strict=True):
+        assert torch.equal(a, b)
+    assert len(handle.guard.readings) == 2  # after steps 2 and 4; 6 waits for a seventh
+    assert handle.guard.raised == {}
+    assert handle.guard.off is None
+    assert handle.report().notes == () or not any("guard" in note for note in handle.report().notes)
+
+
+def test_exact_storage_reads_zero():
+    model = net()
+    handle = lowtide.attach(model, "lossless", guard=Guard(every=1))
+    train(model)
+    for reading in handle.guard.readings:
+        assert reading.error == reading.bias == 0
+        assert 0 < reading.noise < reading.square
+
+
+def test_readings_are_those_of_whole_gradients():
+    """The surrogate for the loss, the parts and their scale, against gradients of the real loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    handle = lowtide.attach(model, Spoilt("2", Wrong(1.5)), guard=Guard(every=1, error=1e3, bias=1e3), min_numel=0)
+    x, y = torch.randn(BATCH, 32), torch.randint(4, (BATCH,))
+    F.cross_entropy(model(x), y).backward()
+    model(x)  # the probe of the first step runs now; the weights did not move
+    handle.remove()
+    half = BATCH // 16
+
+    def part(i):
+        rows = slice(i * half, (i + 1) * half)
+        found = gradients(model, lambda: F.cross_entropy(model(x[rows]), y[rows], reduction="sum") / BATCH)
+        return torch.cat([g.flatten().double() for g in found.values()])
+
+    a, b = part(0), part(1)
+    (reading,) = handle.guard.readings
+    noise = float((a - b).square().sum()) / 2 / 16
+    assert reading.noise == pytest.approx(noise, rel=1e-4)
+    assert reading.square == pytest.approx(max(0.0, float(a @ b)) + noise, rel=1e-4)
+    # The last layer's weight gradient alone is half as long again, all others carry 8-bit noise.
+    wrong = [0.5 * gradients(model, lambda i=i: F.cross_entropy(model(x[i * half : (i + 1) * half]),
+             y[i * half : (i + 1) * half], reduction="sum") / BATCH)["2.weight"].flatten() for i in (0, 1)]  # fmt: skip
+    assert reading.error == pytest.approx(sum(float(w.square().sum()) for w in wrong) / 2 / 16, rel=0.02)
+    assert reading.bias == pytest.approx(float(wrong[0] @ wrong[1]), rel=0.1)
+
+
+def test_a_biased_codec_is_found_raised_logged_and_kept(caplog):
+    model = net()
+    method = Spoilt("3", Wrong(2.0))
+    handle = lowtide.attach(model, method, guard=Guard(every=1))
+    with caplog.at_level(logging.WARNING, "lowtide.guard"):
+        train(model, steps=12, loss=agreed, rate=1e-5)
+    assert [site.module for site in handle.guard.raised] == [INPUT_OF_3]
+    assert "bias" in caplog.text
+    assert "3: Convolution.input" in caplog.text
+    assert any("guard: step" in note for note in handle.report().notes)
+    row = next(row for row in handle.report().sites if row.site.module == INPUT_OF_3)
+    assert "wrong" not in row.codec
+    state = json.loads(json.dumps(handle.state_dict()))
+    handle.remove()
+    again = net()
+    other = lowtide.attach(again, method, guard=Guard(every=1))
+    other.load_state_dict(state)
+    assert other.guard.raised == handle.guard.raised
+    assert other.state_dict() == handle.state_dict()
+    again(next(batches(1))[0])
+    found = next(r for r in other.report().sites if r.site.module == INPUT_OF_3)
+    assert found.codec == row.codec
+
+
+def test_a_large_error_is_met_at_the_first_look():
+    model = net()
+    handle = lowtide.attach(model, Spoilt("3", Wrong(9.0)), guard=Guard(every=3))
+    train(model, steps=4)
+    assert [site.module for site in handle.guard.raised] == [INPUT_OF_3]
+    assert "an error of" in handle.guard.log[0]
+
+
+def test_nan_is_met_at_the_first_look_and_the_exact_gradient_is_not():
+    model = net()
+    handle = lowtide.attach(model, Spoilt("3", Wrong(math.nan)), guard=Guard(every=1))
+    x, y = next(batches(1))
+    F.cross_entropy(model(x), y).backward()
+    model(x)
+    assert [site.module for site in handle.guard.raised] == [INPUT_OF_3]
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_lost_step_is_no_reading():
+    model = net()
+    handle = lowtide.attach(model, "actnn", guard=Guard(every=1))
+    x, y = next(batches(1))
+    (F.cross_entropy(model(x), y) * math.inf).backward()
+    model(x)
+    assert not handle.guard.readings
+    assert handle.guard.off is None
+
+
+def test_precision_goes_up_until_the_error_is_allowed():
+    model = net()
+    strict = Guard(every=1, error=0.02)  # of SGD's noise: 8 bits have more, 16 bits less
+    handle = lowtide.attach(model, "actnn", bits=1, level="L2", guard=strict)
+    train(model, steps=24)
+    first, last = (lowtide_error(model, h) for h in (None, handle))
+    assert last < first / 10
+    assert len(handle.guard.log) > 1
+    report = handle.report()
+    assert report.stored_nbytes < report.plain_nbytes
+
+
+def lowtide_error(model, handle):
+    """Relative error of a gradient with the codecs that the guard arrived at, or those of the method alone."""
+    x, y = next(batches(1, seed=5))
+    session = lowtide.compress(model, "actnn", bits=1, level="L2") if handle is None else handle._session.like(0, 1)
+    handles = [h for m in model.modules() for h in (m._forward_pre_hooks, m._forward_hooks)]
+    kept = [dict(h) for h in handles]
+    for hooks in handles:
+        hooks.clear()
+    exact = gradients(model, lambda: F.cross_entropy(model(x), y))
+    found = session.gradients(lambda: F.cross_entropy(model(x), y), 1)
+    for hooks, old in zip(handles, kept, strict=True):
+        hooks.update(old)
+    square = sum(float((found[n] - exact[n]).square().sum()) for n in exact)
+    return math.sqrt(square / sum(float(g.square().sum()) for g in exact.values()))
+
+
+def test_the_ladder_ends_at_exact():
+    use = Use(lowtide.rules.Need.LINEAR, lowtide.codecs.TensorMeta((64, 64), (64, 1), torch.float32), False, ())
+    codec, seen = GroupQuant(1), []
+    while codec is not None:
+        codec = _better(use, codec)
+        seen.append(codec)
+    assert seen == [GroupQuant(4, layout="row"), GroupQuant(8, layout="row"), Cast("bfloat16"), None]
+
+
+def test_verdicts_by_hand():
+    watch = Watch.__new__(Watch)
+    watch.guard = Guard(error=1.0, bias=0.05)
+    quiet = Reading(0, square=1.0, error=0.1, noise=0.05, bias=0.0)
+    for readings, expected in (
+        ([quiet], None),  # SGD's noise counts as 0.4, its square as 0.16
+        ([quiet._replace(error=0.17)], "error"),
+        ([quiet._replace(error=0.17, noise=0.2)], None),
+        ([quiet._replace(error=math.nan)], "error"),
+        ([quiet._replace(bias=0.01)] * 3, None),  # too few
+        ([quiet._replace(bias=b) for b in (0.01, 0.011, 0.009, 0.01)], "bias"),
+        ([quiet._replace(bias=b) for b in (0.002, 0.0021, 0.0019, 0.002)], None),  # allowed
+        ([quiet._replace(bias=b) for b in (0.04, -0.03, 0.05, -0.01)], None),  # noise
+    ):
+        watch.readings = readings
+        assert watch.verdict() == expected, readings
+
+
+def test_thin_gradients_keep_inner_products():
+    generator = torch.Generator().manual_seed(0)
+    a = {"w": torch.randn(1000, 1000, generator=generator), "b": torch.randn(1000, generator=generator)}
+    b = {name: g + 0.5 * torch.randn(g.shape, generator=generator) for name, g in a.items()}
+    for name, kept in (("w", 1 << 16), ("b", 1000)):
+        x, y = _thin(a)[name], _thin(b)[name]
+        assert len(x) <= 2 * (1 << 16)
+        # The standard error of a mean over the values kept, of products of standard deviation below 1.7.
+        assert abs(float(x @ y) / a[name].numel() - float((a[name] * b[name]).mean())) < 5 * 1.7 / math.sqrt(kept)
+    assert torch.equal(_thin(a)["b"], a["b"].double())
+
+
+class WithLoss(nn.Module):
+    """Takes names, returns its loss, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, *, pixels, labels=None):
+        logits = self.net(pixels)
+        return {"loss": None if labels is None else F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_models_that_return_their_loss():
+    model = WithLoss()
+    handle = lowtide.attach(model, Spoilt("net.3", Wrong(9.0)), guard=Guard(every=1))
+    for x, y in batches(3):
+        model(pixels=x, labels=y)["loss"].backward()
+    assert [site.module for site in handle.guard.raised] == [f"net.{INPUT_OF_3}"]
+
+
+def test_evaluation_between_steps_is_left_alone():
+    model = net()
+    handle = lowtide.attach(model, "actnn", guard=Guard(every=1))
+    for x, y in batches(3):
+        with torch.no_grad():
+            model.eval()(x)
+        model.train()
+        F.cross_entropy(model(x), y).backward()
+    assert len(handle.guard.readings) == 2
+
+
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x, edges):
+        return self.layer(x)[edges[0]] - self.layer(x)[edges[1]]
+
+
+def test_inputs_without_samples_turn_the_guard_off_and_training_goes_on():
+    model = Graph()
+    handle = lowtide.attach(model, "actnn", min_numel=0, guard=Guard(every=1))
+    x, edges = torch.randn(50, 32), torch.randint(50, (2, 80))
+    with pytest.warns(UserWarning, match="guard is off: the batch's tensors do not share one first dimension"):
+        model(x, edges).square().sum().backward()
+    model(x, edges).square().sum().backward()
+    assert any("guard: off" in note for note in handle.report().notes)
+
+
+def test_outputs_without_samples_turn_the_guard_off():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Flatten(0))
+    handle = lowtide.attach(model, "actnn", min_numel=0, guard=Guard(every=1))
+    x = torch.randn(50, 32)
+    model(x).square().sum().backward()
+    with pytest.warns(UserWarning, match=r"an output of shape \(1600,\) is not by the batch's 50 samples"):
+        model(x).square().sum().backward()
+    assert handle.guard.off is not None
+
+
+def test_a_probe_that_fails_turns_the_guard_off():
+    class Moody(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x):
+            if len(x) != BATCH:
+                raise RuntimeError("only whole batches")
+            return self.layer(x)
+
+    model = Moody()
+    handle = lowtide.attach(model, "actnn", min_numel=0, guard=Guard(every=1))
+    model(torch.randn(BATCH, 32)).sum().backward()
+    with pytest.warns(UserWarning, match="guard is off: RuntimeError: only whole batches"):
+        model(torch.randn(BATCH, 32)).sum().backward()
+    assert not handle._session.is_aside
+
+
+def test_a_forward_without_backward_is_forgotten():
+    model = net()
+    handle = lowtide.attach(model, "actnn", guard=Guard(every=1))
+    for x, _ in batches(3):
+        model(x)
+    assert not handle.guard.readings
+
+
+def test_remove_leaves_no_hook():
+    model = net()
+    handle = lowtide.attach(model, "actnn", guard=True)
+    assert handle.guard.guard == Guard(every=100)
+    handle.remove()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Guard(every=0), "every must be a whole number of at least 1; got 0"),
+        (lambda: Guard(error=0), "error must be a number above 0; got 0"),
+        (lambda: Guard(bias=math.nan), "bias must be a number above 0; got nan"),
+        (lambda: lowtide.attach(net(), guard="yes"), "guard must be True, False or a lowtide.Guard; got 'yes'"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_states_with_and_without_a_guard_do_not_mix():
+    with_guard = lowtide.attach(net(), "division", guard=True)
+    without = lowtide.attach(net(), "division")
+    with pytest.raises(ValueError, match="this state has a guard and this attachment has none"):
+        without.load_state_dict(with_guard.state_dict())
+    with pytest.raises(ValueError, match="this attachment has a guard and this state has none"):
+        with_guard.load_state_dict(without.state_dict())
+
+
+def test_probes_keep_a_sixteenth_of_the_batch():
+    """What a probe saves exactly must be small beside what a compressed step saves."""
+    model = net()
+    handle = lowtide.attach(model, "division", guard=Guard(every=1))
+    train(model, steps=1)
+    taken = handle.guard._taken
+    assert taken.half == BATCH // 16
+    assert all(len(t) == 2 * taken.half for t in taken.inputs[0])
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    with handle._session.aside(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = taken.loss(model, 0)
+    probe = sum(s.nbytes() for key, s in saved.items() if key not in parameters)
+    del loss
+    report = handle.report()
+    assert probe < report.plain_nbytes / 12

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from evidence import data, tasks, training
+from evidence import data, summary, tasks, training
 from evidence.tasks import ARMS, TASKS, Papers, Samples, Task, adjacency, images
 from evidence.training import Job, append, jobs_of, missing, read, run
 
@@ -155,3 +157,38 @@ def test_every_arm_names_a_method_with_its_options():
             lowtide.attach(tiny(), arm.method, **arm.options).remove()
     for task in TASKS.values():
         assert set(task.arms) | set(task.more) <= set(ARMS)
+
+
+def row(arm, seed, accuracy, ratio=""):
+    return {
+        **dict.fromkeys(training.FIELDS, ""), "task": "cifar", "arm": arm, "seed": str(seed), "accuracy": str(accuracy),
+        "ratio": str(ratio), "method": ARMS[arm].method or "", "commit": "c", "date": "d",
+    }  # fmt: skip
+
+
+def test_differences_are_taken_seed_by_seed():
+    rows = [row("exact", 0, 80.0), row("exact", 1, 90.0), row("exact", 2, 70.0)]
+    rows += [row("division", 1, 89.0, 11.0), row("division", 0, 79.5, 11.0)]
+    arms = summary.by_arm(rows, "cifar")
+    assert summary.differences(arms["division"], arms["exact"]) == [-0.5, -1.0]
+    exact, division = summary.table(rows, "cifar")[2:]
+    assert exact.startswith("| exact |  | 3 | 80.00 | 10.00 |")
+    # The mean is -0.75, the deviation 0.354, the interval 12.706 * 0.25 to both sides.
+    assert "| -0.75 | -3.93 to +2.43 | no difference shown | 11.0x less |" in division
+
+
+def test_verdicts_in_words():
+    for mean, half, expected in (
+        (-0.2, 0.1, "within 0.3"),
+        (0.5, 0.1, "within 0.3"),
+        (-0.5, 0.6, "no difference shown"),
+        (-0.5, 0.4, "lower"),
+        (-0.5, math.nan, "one run"),
+    ):
+        assert summary.judged(summary.Spread(mean, 0.0, half)) == expected
+
+
+def test_the_page_is_that_of_the_rows():
+    repo = Path(__file__).parent.parent
+    rows = read(repo / "evidence/results/training.csv")
+    assert (repo / "docs/evidence.md").read_text() == summary.page(rows), "run: python -m evidence.summary"

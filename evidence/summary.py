@@ -77,10 +77,8 @@ def judged(difference: Spread) -> str:
 def table(rows: list[Row], task: str) -> list[str]:
     """One line for each arm."""
     arms = by_arm(rows, task)
-    lines = [
-        "| method | options | runs | accuracy, % | deviation | less exact, points | 95 % interval | | kept for backward |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = ("method", "options", "runs", "accuracy, %", "deviation", "less exact, points", "95 % interval", "")
+    lines = [f"| {' | '.join((*head, 'kept for backward'))} |", "|---" * (len(head) + 1) + "|"]
     for arm, own in arms.items():
         first = next(iter(own.values()))
         found = spread(accuracies(own))

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
+import inspect
 import itertools
 import math
 import multiprocessing
@@ -27,7 +29,7 @@ from torch import nn
 
 import lowtide
 from benchmarks.run import environment
-from evidence import data
+from evidence import data, nets, tasks
 from evidence.fidelity import RESULTS
 from evidence.tasks import ARMS, TASKS, Batch, Problem
 
@@ -132,8 +134,10 @@ def _epoch(
 
 
 def _place(job: Job) -> Path:
+    """Of the checkpoint; another one if the code of the task has changed since."""
     name = "-".join(map(str, job)).replace(" ", "").replace(",", "-")
-    return data.folder() / f"run-{name}.pt"
+    code = "".join(map(inspect.getsource, (tasks, nets, run, _epoch)))
+    return data.folder() / f"run-{name}-{hashlib.sha256(code.encode()).hexdigest()[:8]}.pt"
 
 
 def _save(job: Job, parts: dict[str, Any], state: dict[str, Any]) -> None:

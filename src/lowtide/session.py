@@ -117,14 +117,20 @@ class _Handle:
         self.decoded: Tensor | None = None
         self.readers = 0
 
-    def views(self) -> dict[tuple[TensorMeta, int], list[_Consumer]]:
-        """The consumers of each part of the storage that was saved."""
-        found: dict[tuple[TensorMeta, int], list[_Consumer]] = {}
+    def plans(self) -> list[tuple[tuple[TensorMeta, int] | None, TensorMeta, int, list[_Consumer]]]:
+        """What to encode, as (key in ``parts``, form, offset, consumers): the whole storage, or each part of it."""
+        first = self.consumers[0].view
+        if math.prod(first.shape) == self.numel and layout_of(first.shape, first.stride).dense:
+            return [(None, first, 0, self.consumers)]
+        views: dict[tuple[TensorMeta, int], list[_Consumer]] = {}
         for consumer in self.consumers:
-            found.setdefault((consumer.view, consumer.offset), []).append(consumer)
-        return found
+            views.setdefault((consumer.view, consumer.offset), []).append(consumer)
+        # The same stretch in another shape is no second part.
+        if sum([numel for _, numel in {(offset, view.numel) for view, offset in views}]) >= self.numel:
+            return [(None, self._whole(), 0, self.consumers)]
+        return [(key, *key, consumers) for key, consumers in views.items()]
 
-    def whole(self) -> TensorMeta:
+    def _whole(self) -> TensorMeta:
         """The storage as one dense tensor, in the most telling shape known."""
         base = self.base
         for view in [c.view for c in self.consumers] + ([base] if base is not None else []):
@@ -237,6 +243,7 @@ class Session:
         self.method = method
         self.override: Callable[[Use, Codec], Codec | None] | None = None
         """Has the last word about a codec, if it is set."""
+        self._away = method.home != "device"
         self._tuner = method.tuner(model)
         self._probing = False
         self._probe: tuple[Callable[[], Tensor], int] | None = None
@@ -437,7 +444,7 @@ class Session:
             if numel < self._min_numel and numel * 4 >= total:
                 self._count(slot, identity, "small", kept=True)
                 return
-            row = self._count(slot, identity, why, by_handle=True)
+            row = self._count(slot, identity, why, by_handle=True, meta=meta)
             whole = capture.base_of(tensor) if numel != total else None
             base = None if whole is None else TensorMeta.of(whole)
             handle = _Handle(tensor.detach(), identity, base, total, self._noise, row)
@@ -505,17 +512,18 @@ class Session:
         needs_values: bool = True,
         by_handle: bool = False,
         kept: bool = False,
+        meta: TensorMeta | None = None,
     ) -> _Row:
         """The row that carries the bytes of this slot's storage, made if there is none yet.
 
         A storage that gets a handle is found through it; others are remembered by a weak reference. ``kept``
         says that the slot gets no hook, so that autograd keeps the storage as it is.
         """
-        meta = TensorMeta.of(slot.tensor)
         handle = self._pending(identity)
         row = handle.row if handle is not None else None
         if row is None and (known := self._counted.get(identity)) is not None and known[0]() is slot.storage:
             row = known[1]
+        meta = meta or TensorMeta.of(slot.tensor)
         if row is not None:
             self._rows.append(_Row(slot.site, meta, SHARED, 0, row.site))
             if needs_values and row.codecs == (_SHAPE_ONLY,):
@@ -563,25 +571,20 @@ class Session:
 
     def _seal(self, handle: _Handle, raw: Tensor) -> None:
         """Encode the storage, or, where less than all of it is read, each part that is."""
-        views = handle.views()
-        plans: list[tuple[tuple[TensorMeta, int] | None, TensorMeta, int, list[_Consumer]]]
-        # The same stretch in another shape is no second part.
-        if sum([numel for _, numel in {(offset, view.numel) for view, offset in views}]) >= handle.numel:
-            plans = [(None, handle.whole(), 0, handle.consumers)]
-        else:
-            plans = [(key, key[0], key[1], consumers) for key, consumers in views.items()]
+        plans = handle.plans()
         total, chosen = 0, []
+        used: dict[Codec, None] = {}
         for key, meta, offset, consumers in plans:
             tensor = _part_of(raw, meta, offset)
             codec, lossless, why = self._choose(tensor, meta, consumers, handle.origin if key is None else None)
             if why is not None:
                 handle.row.why = why
                 return
-            total += (0 if codec is None else codec.packed_nbytes(meta)) + sum(
-                [c.packed_nbytes(meta) for c in lossless]
-            )
+            for each in lossless if codec is None else (codec, *lossless):
+                total += each.packed_nbytes(meta)
+                used[each] = None
             chosen.append((tensor, codec, lossless))
-        if total >= raw.untyped_storage().nbytes() and not any(type(codec) is Raw for _, codec, _ in chosen):
+        if total >= handle.row.plain and not any(type(codec) is Raw for codec in used):
             handle.row.why = "packing would not make it smaller"
             return
         try:
@@ -592,13 +595,13 @@ class Session:
             handle.row.why = f"kept exactly: {reason}"
             return
         handle.raw = None
-        used = [c for _, codec, lossless in chosen for c in (codec, *lossless) if c is not None]
-        if self.method.home != "device":
+        row = handle.row
+        if self._away:
             for part in handle.parts.values():
                 if isinstance(part.values, Moved):
-                    handle.row.away += part.values.nbytes
-                    handle.row.place = part.values.place
-        handle.row.compressed(total - handle.row.away, *dict.fromkeys(used))
+                    row.away += part.values.nbytes
+                    row.place = part.values.place
+        row.compressed(total - row.away, *used)
 
     def _choose(
         self, tensor: Tensor, meta: TensorMeta, consumers: list[_Consumer], origin: Origin | None
@@ -666,7 +669,7 @@ class Session:
             return _Part(_Rebuilt(handle.origin, meta), packs, support)
         key = _signed(_site_hash(consumers[0].site) ^ handle.noise)
         packed = codec.encode(tensor, key=key, support=support)
-        if self.method.home != "device" and meta.numel >= self._min_numel:
+        if self._away and meta.numel >= self._min_numel:
             packed = send(packed, self.method.home)
         return _Part(packed, packs, support)
 

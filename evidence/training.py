@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
-import inspect
 import itertools
 import math
 import multiprocessing
@@ -136,8 +135,8 @@ def _epoch(
 def _place(job: Job) -> Path:
     """Of the checkpoint; another one if the code of the task has changed since."""
     name = "-".join(map(str, job)).replace(" ", "").replace(",", "-")
-    code = "".join(map(inspect.getsource, (tasks, nets, run, _epoch)))
-    return data.folder() / f"run-{name}-{hashlib.sha256(code.encode()).hexdigest()[:8]}.pt"
+    code = b"".join(Path(file).read_bytes() for file in (__file__, tasks.__file__, nets.__file__))
+    return data.folder() / f"run-{name}-{hashlib.sha256(code).hexdigest()[:8]}.pt"
 
 
 def _save(job: Job, parts: dict[str, Any], state: dict[str, Any]) -> None:

@@ -113,9 +113,9 @@ def test_packed_memory_goes_with_the_graph():
 
 
 def _live_handles():
-    from lowtide.session import _Handle
+    from lowtide.handles import Handle
 
-    return [o for o in gc.get_objects() if type(o) is _Handle]
+    return [o for o in gc.get_objects() if type(o) is Handle]
 
 
 def test_original_tensor_is_freed_in_the_forward():

@@ -1,9 +1,4 @@
-"""The lifetime of a compressed forward. All mutable state of the library lives here.
-
-A *handle* stands for one storage at one version. Hooked slots hold light references to it. Its bytes
-are encoded only when nobody but the graph keeps the storage alive, so a tensor that lives anyway is
-never copied, and all consumers of a tensor are known before its codec is chosen.
-"""
+"""The lifetime of a compressed forward: what is decided, encoded and counted, and when."""
 
 from __future__ import annotations
 
@@ -17,21 +12,37 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import capture, kernels, ops
+from . import capture, kernels
 from .capture import Capture, Site, Slot
-from .codecs import FLOATS, BlockMean, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
-from .codecs.base import flatten, layout_of
-from .derive import PIECE, Origin, origin_of, pieces
+from .codecs import FLOATS, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
+from .derive import Origin, origin_of
+from .handles import (
+    Consumer,
+    Handle,
+    Part,
+    Rebuilt,
+    Recast,
+    Reference,
+    Row,
+    changed_in_place,
+    cut,
+    described,
+    masks,
+    need_of,
+    rebuilder,
+    roots_of,
+    sites_of,
+)
 from .methods import Method, Only, Survey
 from .mixing import Probed
-from .offload import Moved, fetch, send
+from .offload import Moved, send
 from .replay import Sketch, gradients
-from .report import COMPRESSED, EXACT, HELD, SHARED, Report, SiteReport, size
+from .report import EXACT, HELD, SHARED, Report, size
 from .rules import Need, rule_for
 from .tuning import Use
 
@@ -43,197 +54,6 @@ _SMALL_FACTOR = 1 << 16  # values; a factor that is copied for rebuilding, such 
 _SHAPE_ONLY = ShapeOnly()
 _HALVES = (torch.bfloat16, torch.float16)
 _ticks = itertools.count()  # gives each session of a process its own rounding noise
-
-
-class _Row:
-    """One saved tensor in the making of a report; never holds a tensor."""
-
-    __slots__ = ("away", "codecs", "kept", "meta", "place", "plain", "site", "state", "stored", "why")
-
-    def __init__(self, site: Site, meta: TensorMeta | None, state: str, plain: int, why: str | Site) -> None:
-        self.site = site
-        self.meta = meta
-        self.state = state
-        self.plain = self.stored = plain
-        self.codecs: tuple[object, ...] = ()
-        self.away, self.place = 0, ""  # bytes that left the device, and where they are
-        self.why = why
-        self.kept: str | None = None  # why autograd itself keeps this storage, if a slot is not hooked
-
-    def compressed(self, stored: int, *codecs: object) -> None:
-        self.state, self.stored, self.codecs = COMPRESSED, stored, codecs
-
-    def exact(self, why: str) -> None:
-        self.state, self.stored, self.codecs, self.why = EXACT, self.plain, (), why
-
-    def finished(self) -> SiteReport:
-        meta = self.meta
-        shape, dtype = ((), "") if meta is None else (tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
-        codec = " + ".join(map(str, self.codecs)) + (f", {self.place}" if self.place else "")
-        why = f"stored at {self.why}" if self.state == SHARED else str(self.why)
-        return SiteReport(self.site, shape, dtype, self.state, self.plain, self.stored, codec, why)
-
-
-class _Consumer(NamedTuple):
-    site: Site
-    need: Need
-    spatial: bool
-    rectified: bool
-    lossless: Codec | None
-    view: TensorMeta
-    offset: int
-
-
-class _Part:
-    """One encoded tensor: its values, if anyone reads them, and its lossless forms by codec."""
-
-    __slots__ = ("packs", "support", "values")
-
-    def __init__(self, values: Packed | _Rebuilt | None, packs: dict[Codec, Packed], support: Tensor | None) -> None:
-        self.values = values
-        self.packs = packs
-        self.support = support
-
-
-class _Handle:
-    """One storage at one version, raw until only the graph owns it, packed from then on."""
-
-    __slots__ = (
-        *("__weakref__", "base", "consumers", "decoded", "identity", "noise", "numel", "origin", "parts", "raw"),
-        *("readers", "row", "version"),
-    )
-
-    def __init__(self, raw: Tensor, identity: int, base: TensorMeta | None, numel: int, noise: int, row: _Row) -> None:
-        self.raw: Tensor | None = raw
-        self.identity = identity
-        self.version = capture.version_of(raw)
-        self.numel = numel
-        self.base = base
-        self.noise = noise
-        self.row = row
-        self.origin: Origin | None = None
-        self.consumers: list[_Consumer] = []
-        self.parts: dict[tuple[TensorMeta, int] | None, _Part] = {}
-        self.decoded: Tensor | None = None
-        self.readers = 0
-
-    def plans(self) -> list[tuple[tuple[TensorMeta, int] | None, TensorMeta, int, list[_Consumer]]]:
-        """What to encode, as (key in ``parts``, form, offset, consumers): the whole storage, or each part of it."""
-        first = self.consumers[0].view
-        if math.prod(first.shape) == self.numel and layout_of(first.shape, first.stride).dense:
-            return [(None, first, 0, self.consumers)]
-        views: dict[tuple[TensorMeta, int], list[_Consumer]] = {}
-        for consumer in self.consumers:
-            views.setdefault((consumer.view, consumer.offset), []).append(consumer)
-        # The same stretch in another shape is no second part.
-        if sum([numel for _, numel in {(offset, view.numel) for view, offset in views}]) >= self.numel:
-            return [(None, self._whole(), 0, self.consumers)]
-        return [(key, *key, consumers) for key, consumers in views.items()]
-
-    def _whole(self) -> TensorMeta:
-        """The storage as one dense tensor, in the most telling shape known."""
-        base = self.base
-        for view in [c.view for c in self.consumers] + ([base] if base is not None else []):
-            if view.numel == self.numel and layout_of(view.shape, view.stride).dense:
-                return view
-        shape, _, dtype = self.consumers[0].view
-        last = shape[-1] if shape else 1
-        if last > 1 and self.numel % last == 0:
-            return TensorMeta((self.numel // last, last), (last, 1), dtype)
-        return TensorMeta((self.numel,), (1,), dtype)
-
-
-class _Reference:
-    """What autograd holds for a hooked slot: a view of a handle, read through one codec."""
-
-    __slots__ = ("__weakref__", "handle", "lossless", "meta", "offset", "twin")
-
-    def __init__(self, handle: _Handle, meta: TensorMeta, offset: int, lossless: Codec | None, twin: bool) -> None:
-        self.handle = handle
-        self.meta = meta
-        self.offset = offset
-        self.lossless = lossless
-        self.twin = twin
-
-    def small(self, part: _Part) -> Tensor | None:
-        """The block means alone, if they are what is stored and a twin reads them."""
-        packed = part.values if self.twin else None
-        if not isinstance(packed, Packed) or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
-            return None
-        return packed.codec.small(fetch(packed))
-
-    def view(self, whole: Tensor) -> Tensor:
-        """This reference's part of the storage that ``whole`` fills."""
-        shape, stride, _ = self.meta
-        if whole.shape == shape and whole.stride() == stride and whole.storage_offset() == self.offset:
-            return whole
-        return whole.as_strided(shape, stride, self.offset)
-
-
-class _Rebuilt:
-    """What stands for the values of a tensor that is rebuilt from others."""
-
-    __slots__ = ("meta", "origin")
-
-    def __init__(self, origin: Origin, meta: TensorMeta) -> None:
-        self.origin = origin
-        self.meta = meta
-
-    def decode(self, support: Tensor | None) -> Tensor:
-        origin, (shape, stride, dtype) = self.origin, self.meta
-        values = origin.rebuild(*[_fresh(s) if isinstance(s, _Reference) else s for s in origin.sources])
-        flat = values.to(dtype).as_strided((self.meta.numel,), (1,))
-        if origin.rectified:
-            assert support is not None
-            for i, piece in enumerate(pieces(flat)):
-                bits = support[i * PIECE // 8 : (i + 1) * PIECE // 8]
-                piece.masked_fill_(ops.unpack_band(bits, piece.numel(), torch.bool, 1.0, 0.0).logical_not_(), 0.0)
-        return flat.as_strided(shape, stride)
-
-
-def _fresh(reference: _Reference) -> Tensor:
-    """The stored tensor, as one that may be changed: never kept for another reader, who may want it as it was."""
-    handle = reference.handle
-    if handle.raw is not None:
-        if capture.version_of(handle.raw) != handle.version:
-            raise _changed_in_place(reference.meta.shape)
-        return reference.view(handle.raw).clone()
-    part = handle.parts.get(None) or handle.parts[(reference.meta, reference.offset)]
-    values = part.values if reference.lossless is None else part.packs[reference.lossless]
-    assert values is not None
-    whole = values.decode(part.support)
-    if isinstance(values, Packed) and type(values.codec) is Raw:
-        whole = whole.clone()  # what Raw gives back is what it keeps
-    return reference.view(whole) if None in handle.parts else whole
-
-
-class _Recast:
-    """Autocast's copy of a parameter, made again from the parameter."""
-
-    __slots__ = ("dtype", "parameter", "transposed", "version")
-
-    def __init__(self, parameter: Tensor, transposed: bool, dtype: torch.dtype) -> None:
-        self.parameter = parameter
-        self.version = capture.version_of(parameter)
-        self.transposed = transposed
-        self.dtype = dtype
-
-    def unpack(self) -> Tensor:
-        if capture.version_of(self.parameter) != self.version:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(self.parameter.shape)} was modified by an inplace operation (an "
-                "optimizer step?) between forward and backward; lowtide casts parameters again for backward "
-                "instead of keeping autocast's copies, so call backward first"
-            )
-        copy = self.parameter.detach().to(self.dtype)
-        return copy.t() if self.transposed else copy
-
-
-def _changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a saved tensor of shape {tuple(shape)} changed after the forward that saved it"
-    )
 
 
 class Session:
@@ -262,12 +82,12 @@ class Session:
         self._noise = 0
         self._forwards = 0
         self._static: set[int] = set()
-        self._handles: dict[int, weakref.ref[_Handle]] = {}
-        self._recent: list[weakref.ref[_Handle]] = []
-        self._waiting: deque[weakref.ref[_Handle]] = deque()
-        self._decoded: weakref.ref[_Handle] | None = None
-        self._rows: list[_Row] = []
-        self._counted: dict[int, tuple[weakref.ref[Any], _Row]] = {}
+        self._handles: dict[int, weakref.ref[Handle]] = {}
+        self._recent: list[weakref.ref[Handle]] = []
+        self._waiting: deque[weakref.ref[Handle]] = deque()
+        self._decoded: weakref.ref[Handle] | None = None
+        self._rows: list[Row] = []
+        self._counted: dict[int, tuple[weakref.ref[Any], Row]] = {}
         self._without_data = False
 
     # ------------------------------------------------------------ lifetime
@@ -347,7 +167,7 @@ class Session:
         if self._entered and self._thread == threading.get_ident():
             self._close()
 
-    def _leave(self, row: _Row) -> None:
+    def _leave(self, row: Row) -> None:
         """Say why a storage is still there: a slot of autograd's keeps it, or somebody outside."""
         if row.kept is not None:
             row.exact(row.kept)
@@ -373,7 +193,7 @@ class Session:
         """Decide about one newly saved tensor that is not a parameter."""
         tensor, storage = slot.tensor, slot.storage
         if tensor is None:
-            self._rows.append(_Row(slot.site, None, HELD, 0, "held by other saved-tensor hooks, such as checkpoint"))
+            self._rows.append(Row(slot.site, None, HELD, 0, "held by other saved-tensor hooks, such as checkpoint"))
             return
         if storage is None:
             self._keep_odd(slot.site, tensor)
@@ -406,7 +226,7 @@ class Session:
             self._count(slot, identity, why, kept=True)
             return
         meta, offset = TensorMeta.of(tensor), tensor.storage_offset()
-        consumer = _Consumer(slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset)
+        consumer = Consumer(slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset)
         self._store(slot, identity, consumer, rule.why)
 
     def _keep_odd(self, site: Site, tensor: Tensor) -> None:
@@ -420,14 +240,14 @@ class Session:
             return
         known = self._counted.get(identity)
         if known is not None and known[0]() is values:
-            self._rows.append(_Row(site, meta, SHARED, 0, known[1].site))
+            self._rows.append(Row(site, meta, SHARED, 0, known[1].site))
             return
-        row = _Row(site, meta, EXACT, sum(map(_nbytes, parts)), f"{kind}: kept as it is")
+        row = Row(site, meta, EXACT, sum(map(_nbytes, parts)), f"{kind}: kept as it is")
         self._rows.append(row)
         if values is not None:
             self._counted[identity] = (weakref.ref(values), row)
 
-    def _store(self, slot: Slot, identity: int, consumer: _Consumer, why: str) -> None:
+    def _store(self, slot: Slot, identity: int, consumer: Consumer, why: str) -> None:
         """Hook the slot to the handle of its storage."""
         tensor, meta = slot.tensor, consumer.view
         handle = self._pending(identity)
@@ -436,7 +256,7 @@ class Session:
             and handle.version == capture.version_of(tensor)
             and handle.consumers[0].view.dtype is meta.dtype
         ):
-            self._rows.append(_Row(slot.site, meta, SHARED, 0, handle.row.site))
+            self._rows.append(Row(slot.site, meta, SHARED, 0, handle.row.site))
         else:
             numel = tensor.numel()
             total = slot.storage.nbytes() // meta.dtype.itemsize
@@ -447,7 +267,7 @@ class Session:
             row = self._count(slot, identity, why, by_handle=True, meta=meta)
             whole = capture.base_of(tensor) if numel != total else None
             base = None if whole is None else TensorMeta.of(whole)
-            handle = _Handle(tensor.detach(), identity, base, total, self._noise, row)
+            handle = Handle(tensor.detach(), identity, base, total, self._noise, row)
             if self._derives:
                 handle.origin = self._origin(capture.base_of(tensor), tensor, total)
             reference = weakref.ref(handle)
@@ -456,7 +276,7 @@ class Session:
         handle.consumers.append(consumer)
         if consumer.lossless is None and not slot.twin:
             handle.readers += 1
-        light = _Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
+        light = Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
         if self._derives:
             slot.remember(light)
         tuner = self._tuner
@@ -472,21 +292,21 @@ class Session:
         origin = origin_of(whole, capture.stands_for) if whole.numel() == numel else None
         if origin is None:
             return None
-        roots = [id(root) for s in origin.sources if isinstance(s, _Reference) for root in _roots(s.handle)]
+        roots = [id(root) for s in origin.sources if isinstance(s, Reference) for root in roots_of(s.handle)]
         if len(set(roots)) < len(roots):
             return None  # the square of a rounded value is biased by the rounding's variance
         sources = list(origin.sources)
         for i, source in enumerate(sources):
-            if not isinstance(source, _Reference):
+            if not isinstance(source, Reference):
                 if source.numel() > _SMALL_FACTOR:
                     return None
                 sources[i] = source.clone()  # a parameter may change before backward
         for i, source in enumerate(sources):
-            if isinstance(source, _Reference) and source.meta[:2] == (whole.shape, whole.stride()):
+            if isinstance(source, Reference) and source.meta[:2] == (whole.shape, whole.stride()):
                 return origin._replace(sources=(source, *sources[:i], *sources[i + 1 :]))
         return None
 
-    def _pending(self, identity: int) -> _Handle | None:
+    def _pending(self, identity: int) -> Handle | None:
         """The handle whose storage this is. Its raw tensor keeps the storage, so the identity holds."""
         reference = self._handles.get(identity)
         handle = reference() if reference is not None else None
@@ -497,8 +317,8 @@ class Session:
         if found is None:
             return False
         row = self._count(slot, identity, "autocast's copy of a parameter: cast again when needed")
-        recast = _Recast(found[0], found[1], slot.tensor.dtype)
-        slot.hook(lambda _: recast, _Recast.unpack)
+        recast = Recast(found[0], found[1], slot.tensor.dtype)
+        slot.hook(lambda _: recast, Recast.unpack)
         if row.site is slot.site:
             row.compressed(0, "recast")
         return True
@@ -513,7 +333,7 @@ class Session:
         by_handle: bool = False,
         kept: bool = False,
         meta: TensorMeta | None = None,
-    ) -> _Row:
+    ) -> Row:
         """The row that carries the bytes of this slot's storage, made if there is none yet.
 
         A storage that gets a handle is found through it; others are remembered by a weak reference. ``kept``
@@ -525,13 +345,13 @@ class Session:
             row = known[1]
         meta = meta or TensorMeta.of(slot.tensor)
         if row is not None:
-            self._rows.append(_Row(slot.site, meta, SHARED, 0, row.site))
+            self._rows.append(Row(slot.site, meta, SHARED, 0, row.site))
             if needs_values and row.codecs == (_SHAPE_ONLY,):
                 row.exact(why)
             if kept:
                 row.kept = f"{slot.site.op}.{slot.site.slot} keeps it: {why}"
             return row
-        row = _Row(slot.site, meta, EXACT, slot.storage.nbytes(), why)
+        row = Row(slot.site, meta, EXACT, slot.storage.nbytes(), why)
         row.kept = why if kept else None
         self._rows.append(row)
         if not by_handle:
@@ -554,11 +374,11 @@ class Session:
                 if not self._settled(reference):
                     self._waiting.append(reference)
 
-    def _settled(self, reference: weakref.ref[_Handle]) -> bool:
+    def _settled(self, reference: weakref.ref[Handle]) -> bool:
         handle = reference()
         return handle is None or self._seal_if_ours(handle)
 
-    def _seal_if_ours(self, handle: _Handle) -> bool:
+    def _seal_if_ours(self, handle: Handle) -> bool:
         """Encode if only the graph owns the storage; True if there is nothing left to wait for."""
         raw, sole = handle.raw, self._abilities.sole
         if raw is None:
@@ -569,13 +389,13 @@ class Session:
             self._seal(handle, raw)
         return True
 
-    def _seal(self, handle: _Handle, raw: Tensor) -> None:
+    def _seal(self, handle: Handle, raw: Tensor) -> None:
         """Encode the storage, or, where less than all of it is read, each part that is."""
         plans = handle.plans()
         total, chosen = 0, []
         used: dict[Codec, None] = {}
         for key, meta, offset, consumers in plans:
-            tensor = _part_of(raw, meta, offset)
+            tensor = cut(raw, meta, offset)
             codec, lossless, why = self._choose(tensor, meta, consumers, handle.origin if key is None else None)
             if why is not None:
                 handle.row.why = why
@@ -604,7 +424,7 @@ class Session:
         row.compressed(total - row.away, *used)
 
     def _choose(
-        self, tensor: Tensor, meta: TensorMeta, consumers: list[_Consumer], origin: Origin | None
+        self, tensor: Tensor, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
     ) -> tuple[Codec | None, list[Codec], str | None]:
         """Codec for the values, lossless codecs, or why the tensor stays."""
         lossless: list[Codec] = []
@@ -615,7 +435,7 @@ class Session:
             if consumer.lossless is None:
                 need = max(need, consumer.need)
             else:
-                rectified = rectified or _masks(consumer, meta)
+                rectified = rectified or masks(consumer, meta)
                 if consumer.lossless not in lossless:
                     lossless.append(consumer.lossless)
         if need is Need.LOSSLESS:
@@ -624,15 +444,15 @@ class Session:
             origin = None
         if meta.numel < self._min_numel:
             return Raw(), lossless, None
-        sources = () if origin is None else _sites_of(origin)
+        sources = () if origin is None else sites_of(origin)
         use = Use(need, meta, spatial, tuple(sites), sources, rectified)
         codec: Codec | None
-        if origin is not None and self._derive_all and _need_of(origin) >= need:
+        if origin is not None and self._derive_all and need_of(origin) >= need:
             codec = Derived()
         else:
             codec = self.method.codec_for(use)
             if codec is not None and self._tuner is not None and capture.has_data(tensor):
-                codec = self._tuner.codec_for(use, tensor, codec, _rebuild(origin, tensor, meta))
+                codec = self._tuner.codec_for(use, tensor, codec, rebuilder(origin, tensor, meta))
         if codec is None:
             return None, lossless, f"{self.method.name} keeps these values"
         if self.override is not None:
@@ -644,43 +464,43 @@ class Session:
 
     def _encode(
         self,
-        handle: _Handle,
+        handle: Handle,
         tensor: Tensor,
         meta: TensorMeta,
-        consumers: list[_Consumer],
+        consumers: list[Consumer],
         codec: Codec | None,
         lossless: list[Codec],
-    ) -> _Part:
+    ) -> Part:
         if not capture.has_data(tensor):
             # Nothing to pack, and nothing to check: the bytes reported are predicted ones in any case.
             self._without_data = True
             form = _SHAPE_ONLY.encode(tensor, key=0)
-            return _Part(None if codec is None else form, dict.fromkeys(lossless, form), None)
+            return Part(None if codec is None else form, dict.fromkeys(lossless, form), None)
         packs = {exact: exact.encode(tensor, key=0) for exact in lossless} if lossless else {}
         if codec is None:
-            return _Part(None, packs, None)
+            return Part(None, packs, None)
         support = None
         for consumer in consumers:
-            if _masks(consumer, meta):
+            if masks(consumer, meta):
                 assert consumer.lossless is not None
                 support = packs[consumer.lossless].buffers[0]
         if type(codec) is Derived and handle.origin is not None:
-            handle.row.why = f"rebuilt from {_place(handle.origin)}"
-            return _Part(_Rebuilt(handle.origin, meta), packs, support)
+            handle.row.why = f"rebuilt from {described(handle.origin)}"
+            return Part(Rebuilt(handle.origin, meta), packs, support)
         key = _signed(_site_hash(consumers[0].site) ^ handle.noise)
         packed = codec.encode(tensor, key=key, support=support)
         if self._away and meta.numel >= self._min_numel:
             packed = send(packed, self.method.home)
-        return _Part(packed, packs, support)
+        return Part(packed, packs, support)
 
     # ------------------------------------------------------------ backward
 
-    def _unpack(self, reference: _Reference) -> Tensor:
+    def _unpack(self, reference: Reference) -> Tensor:
         handle = reference.handle
         raw = handle.raw
         if raw is not None:
             if capture.version_of(raw) != handle.version:
-                raise _changed_in_place(reference.meta.shape)
+                raise changed_in_place(reference.meta.shape)
             return reference.view(raw)
         part = handle.parts.get(None)
         if reference.twin:
@@ -696,7 +516,7 @@ class Session:
         assert packed is not None
         return packed.decode(part.support)
 
-    def _decode(self, handle: _Handle, part: _Part) -> Tensor:
+    def _decode(self, handle: Handle, part: Part) -> Tensor:
         """Decode; keep the result while the next reader may be the same handle's (q, k and v)."""
         last = self._decoded() if self._decoded is not None else None
         decoded = handle.decoded
@@ -839,60 +659,6 @@ class Session:
             away = sum(row.away for row in self._rows if row.place == place)
             notes.append(f"{size(away)} of packed values are {place}, not on the device, and not counted as stored")
         return Report(_describe(self.method), rows, tuple(notes))
-
-
-def _masks(consumer: _Consumer, meta: TensorMeta) -> bool:
-    """Only a mask of the very tensor tells where it is zero, and only a rectified one has no other values."""
-    return consumer.rectified and consumer.lossless is not None and consumer.view.numel == meta.numel
-
-
-def _part_of(raw: Tensor, meta: TensorMeta, offset: int) -> Tensor:
-    if raw.shape == meta.shape and raw.stride() == meta.stride and raw.storage_offset() == offset:
-        return raw
-    return raw.as_strided(meta.shape, meta.stride, offset)
-
-
-def _roots(handle: _Handle) -> list[_Handle]:
-    """The handles whose noise is in this one's values."""
-    if handle.origin is None:
-        return [handle]
-    return [root for s in handle.origin.sources if isinstance(s, _Reference) for root in _roots(s.handle)]
-
-
-def _is_exact(handle: _Handle) -> bool:
-    """Are the values, or some they are rebuilt from, not packed yet?"""
-    part = handle.parts.get(None)
-    values = None if part is None else part.values
-    if not isinstance(values, _Rebuilt):
-        return handle.raw is not None
-    return any(_is_exact(s.handle) for s in values.origin.sources if isinstance(s, _Reference))
-
-
-def _need_of(origin: Origin) -> Need:
-    """The least of what its sources are kept for: what is rebuilt is no better than they are."""
-    stored = [s.handle for s in origin.sources if isinstance(s, _Reference)]
-    return min(max(c.need for c in handle.consumers) for handle in stored)
-
-
-def _sites_of(origin: Origin) -> tuple[Site, ...]:
-    return tuple(s.handle.consumers[0].site for s in origin.sources if isinstance(s, _Reference))
-
-
-def _rebuild(origin: Origin | None, tensor: Tensor, meta: TensorMeta) -> Callable[[], Tensor] | None:
-    """Makes the tensor again from its sources as they are stored, as backward would."""
-    if origin is None or any(_is_exact(s.handle) for s in origin.sources if isinstance(s, _Reference)):
-        return None  # as long as a source is exact, rebuilding from it tells nothing of its noise
-    made = origin
-
-    def rebuild() -> Tensor:
-        support = ops.pack_band(flatten(tensor)[0], 0.0, math.inf, False, True) if made.rectified else None
-        return _Rebuilt(made, meta).decode(support)
-
-    return rebuild
-
-
-def _place(origin: Origin) -> str:
-    return f"{origin.op} of {' and '.join(map(str, _sites_of(origin)))}"
 
 
 def _describe(method: Method) -> str:

@@ -1,0 +1,280 @@
+"""What stands for a saved tensor until backward asks for it.
+
+A *handle* stands for one storage at one version. Hooked slots hold light references to it. Its bytes
+are encoded only when nobody but the graph keeps the storage alive, so a tensor that lives anyway is
+never copied, and all consumers of a tensor are known before its codec is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import capture, ops
+from .capture import Site
+from .codecs import BlockMean, Codec, Packed, Raw, TensorMeta
+from .codecs.base import flatten, layout_of
+from .derive import PIECE, Origin, pieces
+from .offload import fetch
+from .report import COMPRESSED, EXACT, SHARED, SiteReport
+from .rules import Need
+
+
+class Row:
+    """One saved tensor in the making of a report; never holds a tensor."""
+
+    __slots__ = ("away", "codecs", "kept", "meta", "place", "plain", "site", "state", "stored", "why")
+
+    def __init__(self, site: Site, meta: TensorMeta | None, state: str, plain: int, why: str | Site) -> None:
+        self.site = site
+        self.meta = meta
+        self.state = state
+        self.plain = self.stored = plain
+        self.codecs: tuple[object, ...] = ()
+        self.away, self.place = 0, ""  # bytes that left the device, and where they are
+        self.why = why
+        self.kept: str | None = None  # why autograd itself keeps this storage, if a slot is not hooked
+
+    def compressed(self, stored: int, *codecs: object) -> None:
+        """Its bytes are packed now."""
+        self.state, self.stored, self.codecs = COMPRESSED, stored, codecs
+
+    def exact(self, why: str) -> None:
+        """It stays as it is."""
+        self.state, self.stored, self.codecs, self.why = EXACT, self.plain, (), why
+
+    def finished(self) -> SiteReport:
+        """As plain data."""
+        meta = self.meta
+        shape, dtype = ((), "") if meta is None else (tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
+        codec = " + ".join(map(str, self.codecs)) + (f", {self.place}" if self.place else "")
+        why = f"stored at {self.why}" if self.state == SHARED else str(self.why)
+        return SiteReport(self.site, shape, dtype, self.state, self.plain, self.stored, codec, why)
+
+
+class Consumer(NamedTuple):
+    """One slot that reads a storage, and what for."""
+
+    site: Site
+    need: Need
+    spatial: bool
+    rectified: bool
+    lossless: Codec | None
+    view: TensorMeta
+    offset: int
+
+
+class Part:
+    """One encoded tensor: its values, if anyone reads them, and its lossless forms by codec."""
+
+    __slots__ = ("packs", "support", "values")
+
+    def __init__(self, values: Packed | Rebuilt | None, packs: dict[Codec, Packed], support: Tensor | None) -> None:
+        self.values = values
+        self.packs = packs
+        self.support = support
+
+
+class Handle:
+    """One storage at one version, raw until only the graph owns it, packed from then on."""
+
+    __slots__ = (
+        *("__weakref__", "base", "consumers", "decoded", "identity", "noise", "numel", "origin", "parts", "raw"),
+        *("readers", "row", "version"),
+    )
+
+    def __init__(self, raw: Tensor, identity: int, base: TensorMeta | None, numel: int, noise: int, row: Row) -> None:
+        self.raw: Tensor | None = raw
+        self.identity = identity
+        self.version = capture.version_of(raw)
+        self.numel = numel
+        self.base = base
+        self.noise = noise
+        self.row = row
+        self.origin: Origin | None = None
+        self.consumers: list[Consumer] = []
+        self.parts: dict[tuple[TensorMeta, int] | None, Part] = {}
+        self.decoded: Tensor | None = None
+        self.readers = 0
+
+    def plans(self) -> list[tuple[tuple[TensorMeta, int] | None, TensorMeta, int, list[Consumer]]]:
+        """What to encode, as (key in ``parts``, form, offset, consumers): the whole storage, or each part of it."""
+        first = self.consumers[0].view
+        if math.prod(first.shape) == self.numel and layout_of(first.shape, first.stride).dense:
+            return [(None, first, 0, self.consumers)]
+        views: dict[tuple[TensorMeta, int], list[Consumer]] = {}
+        for consumer in self.consumers:
+            views.setdefault((consumer.view, consumer.offset), []).append(consumer)
+        # The same stretch in another shape is no second part.
+        if sum([numel for _, numel in {(offset, view.numel) for view, offset in views}]) >= self.numel:
+            return [(None, self._whole(), 0, self.consumers)]
+        return [(key, *key, consumers) for key, consumers in views.items()]
+
+    def _whole(self) -> TensorMeta:
+        """The storage as one dense tensor, in the most telling shape known."""
+        base = self.base
+        for view in [c.view for c in self.consumers] + ([base] if base is not None else []):
+            if view.numel == self.numel and layout_of(view.shape, view.stride).dense:
+                return view
+        shape, _, dtype = self.consumers[0].view
+        last = shape[-1] if shape else 1
+        if last > 1 and self.numel % last == 0:
+            return TensorMeta((self.numel // last, last), (last, 1), dtype)
+        return TensorMeta((self.numel,), (1,), dtype)
+
+
+class Reference:
+    """What autograd holds for a hooked slot: a view of a handle, read through one codec."""
+
+    __slots__ = ("__weakref__", "handle", "lossless", "meta", "offset", "twin")
+
+    def __init__(self, handle: Handle, meta: TensorMeta, offset: int, lossless: Codec | None, twin: bool) -> None:
+        self.handle = handle
+        self.meta = meta
+        self.offset = offset
+        self.lossless = lossless
+        self.twin = twin
+
+    def small(self, part: Part) -> Tensor | None:
+        """The block means alone, if they are what is stored and a twin reads them."""
+        packed = part.values if self.twin else None
+        if not isinstance(packed, Packed) or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
+            return None
+        return packed.codec.small(fetch(packed))
+
+    def view(self, whole: Tensor) -> Tensor:
+        """This reference's part of the storage that ``whole`` fills."""
+        shape, stride, _ = self.meta
+        if whole.shape == shape and whole.stride() == stride and whole.storage_offset() == self.offset:
+            return whole
+        return whole.as_strided(shape, stride, self.offset)
+
+
+class Rebuilt:
+    """What stands for the values of a tensor that is rebuilt from others."""
+
+    __slots__ = ("meta", "origin")
+
+    def __init__(self, origin: Origin, meta: TensorMeta) -> None:
+        self.origin = origin
+        self.meta = meta
+
+    def decode(self, support: Tensor | None) -> Tensor:
+        """Rebuild; ``support`` says where a rectified tensor is zero."""
+        origin, (shape, stride, dtype) = self.origin, self.meta
+        values = origin.rebuild(*[_fresh(s) if isinstance(s, Reference) else s for s in origin.sources])
+        flat = values.to(dtype).as_strided((self.meta.numel,), (1,))
+        if origin.rectified:
+            assert support is not None
+            for i, piece in enumerate(pieces(flat)):
+                bits = support[i * PIECE // 8 : (i + 1) * PIECE // 8]
+                piece.masked_fill_(ops.unpack_band(bits, piece.numel(), torch.bool, 1.0, 0.0).logical_not_(), 0.0)
+        return flat.as_strided(shape, stride)
+
+
+def _fresh(reference: Reference) -> Tensor:
+    """The stored tensor, as one that may be changed: never kept for another reader, who may want it as it was."""
+    handle = reference.handle
+    if handle.raw is not None:
+        if capture.version_of(handle.raw) != handle.version:
+            raise changed_in_place(reference.meta.shape)
+        return reference.view(handle.raw).clone()
+    part = handle.parts.get(None) or handle.parts[(reference.meta, reference.offset)]
+    values = part.values if reference.lossless is None else part.packs[reference.lossless]
+    assert values is not None
+    whole = values.decode(part.support)
+    if isinstance(values, Packed) and type(values.codec) is Raw:
+        whole = whole.clone()  # what Raw gives back is what it keeps
+    return reference.view(whole) if None in handle.parts else whole
+
+
+class Recast:
+    """Autocast's copy of a parameter, made again from the parameter."""
+
+    __slots__ = ("dtype", "parameter", "transposed", "version")
+
+    def __init__(self, parameter: Tensor, transposed: bool, dtype: torch.dtype) -> None:
+        self.parameter = parameter
+        self.version = capture.version_of(parameter)
+        self.transposed = transposed
+        self.dtype = dtype
+
+    def unpack(self) -> Tensor:
+        """Cast again."""
+        if capture.version_of(self.parameter) != self.version:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.parameter.shape)} was modified by an inplace operation (an "
+                "optimizer step?) between forward and backward; lowtide casts parameters again for backward "
+                "instead of keeping autocast's copies, so call backward first"
+            )
+        copy = self.parameter.detach().to(self.dtype)
+        return copy.t() if self.transposed else copy
+
+
+def changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
+    """What autograd itself says of such a tensor."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a saved tensor of shape {tuple(shape)} changed after the forward that saved it"
+    )
+
+
+def masks(consumer: Consumer, meta: TensorMeta) -> bool:
+    """Only a mask of the very tensor tells where it is zero, and only a rectified one has no other values."""
+    return consumer.rectified and consumer.lossless is not None and consumer.view.numel == meta.numel
+
+
+def cut(raw: Tensor, meta: TensorMeta, offset: int) -> Tensor:
+    """The part of a storage that ``meta`` describes."""
+    if raw.shape == meta.shape and raw.stride() == meta.stride and raw.storage_offset() == offset:
+        return raw
+    return raw.as_strided(meta.shape, meta.stride, offset)
+
+
+def roots_of(handle: Handle) -> list[Handle]:
+    """The handles whose noise is in this one's values."""
+    if handle.origin is None:
+        return [handle]
+    return [root for s in handle.origin.sources if isinstance(s, Reference) for root in roots_of(s.handle)]
+
+
+def _is_exact(handle: Handle) -> bool:
+    """Are the values, or some they are rebuilt from, not packed yet?"""
+    part = handle.parts.get(None)
+    values = None if part is None else part.values
+    if not isinstance(values, Rebuilt):
+        return handle.raw is not None
+    return any(_is_exact(s.handle) for s in values.origin.sources if isinstance(s, Reference))
+
+
+def need_of(origin: Origin) -> Need:
+    """The least of what its sources are kept for: what is rebuilt is no better than they are."""
+    stored = [s.handle for s in origin.sources if isinstance(s, Reference)]
+    return min(max(c.need for c in handle.consumers) for handle in stored)
+
+
+def sites_of(origin: Origin) -> tuple[Site, ...]:
+    """The first sites of the stored tensors it is rebuilt from."""
+    return tuple(s.handle.consumers[0].site for s in origin.sources if isinstance(s, Reference))
+
+
+def rebuilder(origin: Origin | None, tensor: Tensor, meta: TensorMeta) -> Callable[[], Tensor] | None:
+    """Makes the tensor again from its sources as they are stored, as backward would."""
+    if origin is None or any(_is_exact(s.handle) for s in origin.sources if isinstance(s, Reference)):
+        return None  # as long as a source is exact, rebuilding from it tells nothing of its noise
+    made = origin
+
+    def rebuild() -> Tensor:
+        support = ops.pack_band(flatten(tensor)[0], 0.0, math.inf, False, True) if made.rectified else None
+        return Rebuilt(made, meta).decode(support)
+
+    return rebuild
+
+
+def described(origin: Origin) -> str:
+    """In words."""
+    return f"{origin.op} of {' and '.join(map(str, sites_of(origin)))}"

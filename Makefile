@@ -40,6 +40,7 @@ $(EVIDENCE): $(READY)
 
 evidence: $(EVIDENCE)
 	$(BIN)/python -m evidence.training
+	$(BIN)/python -m evidence.noise
 	$(BIN)/python -m evidence.summary
 
 evidence-fidelity: $(EVIDENCE)

@@ -140,7 +140,7 @@ DenseNet, other methods and bits).
 - Data: `evidence/data.py` fetches it and verifies checksums.
 """
 
-CLOSING = {
+SETTINGS = {
     "cifar": """A ResNet for 32x32 images: a convolution of 16 channels, three stages of two blocks with 24, 48 and 96
 channels that each begin with a stride of 2. SGD with momentum, batch 128, one cycle of the learning rate, images
 moved by up to 2 pixels and mirrored.""",
@@ -152,7 +152,29 @@ anew for each seed. `lowrank` with random signs and 2 bits is what EXACT (Liu et
 }
 
 
-def page(rows: list[Row]) -> str:
+def noise_table(rows: list[Row]) -> list[str]:
+    """Error of each arm's gradient after some epochs of the exact run, and SGD's own noise in the last line."""
+    epochs = list(dict.fromkeys(row["epoch"] for row in rows))
+    found = {(row["arm"], row["epoch"]): row for row in rows}
+    lines = [f"| | {' | '.join(f'epoch {epoch}' for epoch in epochs)} |", "|---" * (len(epochs) + 1) + "|"]
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        cells = [f"{float(found[arm, epoch]['error']):.2f}" for epoch in epochs]
+        biased = [float(found[arm, epoch]["chance"]) < 0.01 / len(rows) for epoch in epochs]
+        marked = [f"{cell}, biased" if bias else cell for cell, bias in zip(cells, biased, strict=True)]
+        lines.append(f"| {arm} | {' | '.join(marked)} |")
+    own = [next(row["sgd_noise"] for row in rows if row["epoch"] == epoch) for epoch in epochs]
+    lines.append(f"| SGD's own noise | {' | '.join(f'{float(n):.2f}' if n else 'unknown' for n in own)} |")
+    return lines
+
+
+NOISE = """
+**Error of the gradient along the exact run** (`python -m evidence.noise`, `evidence/results/noise.csv`), as a part of
+the gradient of one batch, by `lowtide.check` after some epochs of seed 0. An unbiased error *e* beside SGD's noise *s*
+makes the variance of a step 1 + (*e*/*s*)^2 times as large, as a smaller batch would.
+"""
+
+
+def page(rows: list[Row], noise: list[Row]) -> str:
     """All of it."""
     lines = [INTRODUCTION]
     for task in tasks_in(rows):
@@ -160,11 +182,14 @@ def page(rows: list[Row]) -> str:
         commits = ", ".join(dict.fromkeys(row["commit"] for row in own))
         dates = ", ".join(dict.fromkeys(row["date"] for row in own))
         first = own[0]
-        lines += [f"## {TASKS[task].title}", CLOSING.get(task, ""), "", *table(rows, task), ""]
+        lines += [f"## {TASKS[task].title}", SETTINGS.get(task, ""), "", *table(rows, task), ""]
         lines.append(
             f"Commit {commits}, {dates}, {first['machine']}, Python {first['python']}, torch {first['torch']}, Numba "
             f"{first['numba']}.\n"
         )
+        measured = [row for row in noise if row["task"] == task]
+        if measured:
+            lines += [NOISE, *noise_table(measured), "", f"Commit {measured[0]['commit']}, {measured[0]['date']}.\n"]
     return "\n".join(lines)
 
 
@@ -180,7 +205,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = read(given.results)
     draw(rows, tasks_in(rows), given.docs / "evidence.svg")
-    (given.docs / "evidence.md").write_text(page(rows), encoding="utf-8")
+    (given.docs / "evidence.md").write_text(page(rows, read(given.results.with_name("noise.csv"))), encoding="utf-8")
     print(f"drew {given.docs / 'evidence.svg'} and wrote {given.docs / 'evidence.md'}")
 
 

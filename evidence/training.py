@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 import lowtide
 from benchmarks.run import environment
@@ -53,10 +52,9 @@ FIELDS = [
 ]
 
 
-def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
-    """Train; the row of the run. ``epochs`` shortens it, for tests."""
+def prepared(job: Job, epochs: int) -> tuple[Problem, dict[str, Any]]:
+    """The data, and what a run changes: model, optimizer, schedule and attachment, the last two if there are any."""
     task, arm = TASKS[job.task], ARMS[job.arm]
-    epochs = task.epochs if epochs is None else epochs
     problem = task.load(job.seed)
     torch.manual_seed(job.seed)
     model = task.build()
@@ -66,12 +64,20 @@ def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
         total = epochs * problem.steps
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, total_steps=total, pct_start=0.25)
     handle = None if arm.method is None else lowtide.attach(model, arm.method, seed=job.seed, **arm.options)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "handle": handle}
+    return problem, {"model": model, "optimizer": optimizer, "schedule": schedule, "handle": handle}
+
+
+def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
+    """Train; the row of the run. ``epochs`` shortens it, for tests."""
+    arm = ARMS[job.arm]
+    epochs = TASKS[job.task].epochs if epochs is None else epochs
+    problem, parts = prepared(job, epochs)
+    model, handle = parts["model"], parts["handle"]
     state = _resumed(job, parts)
     saved = time.monotonic()
     while state["epoch"] < epochs:
         began = time.process_time()
-        state["loss"] = _epoch(model, problem, optimizer, schedule, handle if arm.adapt else None, job, state["epoch"])
+        state["loss"] = train_epoch(problem, parts, job, state["epoch"])
         model.eval()
         with torch.no_grad():
             state["accuracies"].append(problem.accuracy(model))
@@ -102,23 +108,16 @@ def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
     return row | machine
 
 
-def _epoch(
-    model: nn.Module,
-    problem: Problem,
-    optimizer: torch.optim.Optimizer,
-    schedule: Any,
-    probed: lowtide.Attachment | None,
-    job: Job,
-    epoch: int,
-) -> float:
+def train_epoch(problem: Problem, parts: dict[str, Any], job: Job, epoch: int) -> float:
     """One epoch; the mean loss of its last tenth. Stops where the loss is not finite."""
+    model, optimizer, schedule = parts["model"], parts["optimizer"], parts["schedule"]
     order = torch.Generator().manual_seed(job.seed + 1000 * epoch)
     torch.manual_seed(job.seed + 1000 * epoch)
     losses: list[float] = []
     for step, batch in enumerate(problem.batches(order)):
-        if probed is not None and step == (epoch == 0):
+        if ARMS[job.arm].adapt and step == (epoch == 0):
             part = Batch(*(x[: -(-len(x) // _PROBED)] for x in batch))
-            probed.adapt(lambda part=part: problem.loss(model, part))  # type: ignore[misc]
+            parts["handle"].adapt(lambda part=part: problem.loss(model, part))
         optimizer.zero_grad()
         loss = problem.loss(model, batch)
         loss.backward()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from evidence import data, summary, tasks, training
+from evidence import data, noise, summary, tasks, training
 from evidence.tasks import ARMS, TASKS, Papers, Samples, Task, adjacency, images
 from evidence.training import Job, append, jobs_of, missing, read, run
 
@@ -66,7 +66,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(task, arm, monkeypatch):
     job = Job("tiny", arm, 0)
     whole = run(job)
     training._place(job).unlink()
-    once = training._epoch
+    once = training.train_epoch
     calls = []
 
     def stops(*given):
@@ -75,10 +75,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(task, arm, monkeypatch):
         calls.append(given)
         return once(*given)
 
-    monkeypatch.setattr(training, "_epoch", stops)
+    monkeypatch.setattr(training, "train_epoch", stops)
     with pytest.raises(KeyboardInterrupt):
         run(job)
-    monkeypatch.setattr(training, "_epoch", once)
+    monkeypatch.setattr(training, "train_epoch", once)
     assert training._place(job).exists()
     assert same(run(job), whole)
 
@@ -177,6 +177,18 @@ def test_differences_are_taken_seed_by_seed():
     assert "| -0.75 | -3.93 to +2.43 | no difference shown | 11.0x less |" in division
 
 
+def test_errors_along_a_run(task):
+    rows = list(noise.rows_of("tiny", [1, 3], ["actnn", "division, 4 bits"]))
+    assert [(row["arm"], row["epoch"]) for row in rows] == [
+        *(("actnn", 1), ("division, 4 bits", 1), ("actnn", 3), ("division, 4 bits", 3)),
+    ]
+    assert rows[0]["error"] > rows[1]["error"] > 0
+    text = [{key: "" if value is None else str(value) for key, value in row.items()} for row in rows]
+    lines = summary.noise_table(text)
+    assert lines[0] == "| | epoch 1 | epoch 3 |"
+    assert lines[2].startswith(f"| actnn | {rows[0]['error']:.2f}")
+
+
 def test_verdicts_in_words():
     for mean, half, expected in (
         (-0.2, 0.1, "within 0.3"),
@@ -190,5 +202,5 @@ def test_verdicts_in_words():
 
 def test_the_page_is_that_of_the_rows():
     repo = Path(__file__).parent.parent
-    rows = read(repo / "evidence/results/training.csv")
-    assert (repo / "docs/evidence.md").read_text() == summary.page(rows), "run: python -m evidence.summary"
+    rows, measured = (read(repo / f"evidence/results/{name}.csv") for name in ("training", "noise"))
+    assert (repo / "docs/evidence.md").read_text() == summary.page(rows, measured), "run: python -m evidence.summary"

@@ -52,7 +52,7 @@ def main() -> None:
     lowtide.tune_cpu_allocator()
     task, machine = TASKS[given.task], environment()
     epochs = sorted({1, (task.epochs + 1) // 2, task.epochs})
-    arms = [arm for arm in (*task.arms, *task.more) if ARMS[arm].method is not None]
+    arms = [arm for arm in (*task.arms, *task.more) if ARMS[arm].method is not None and not ARMS[arm].adapt]
     with given.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+import benchmarks.nets
 import lowtide
 from benchmarks.run import environment
-from evidence import data, nets, tasks
+from evidence import data, fidelity, nets, tasks
 from evidence.fidelity import RESULTS
 from evidence.tasks import ARMS, TASKS, Batch, Problem
 
@@ -35,6 +36,11 @@ _PAUSE = 60.0
 """Seconds between two checkpoints at least."""
 _PROBED = 4
 """A probe sees every fourth sample of a batch at most."""
+
+
+_FILES = (__file__, *(module.__file__ for module in (tasks, nets, data, fidelity, benchmarks.nets)))
+_CODE = hashlib.sha256(b"".join(Path(file or "").read_bytes() for file in _FILES)).hexdigest()[:8]
+"""Of the code as it was imported: a file that changes while a run goes on does not change its name."""
 
 
 class Job(NamedTuple):
@@ -83,6 +89,9 @@ def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
             state["accuracies"].append(problem.accuracy(model))
         model.train()
         state["epoch"] += 1
+        if handle is not None:
+            report = handle.report()
+            state |= {name: getattr(report, name) for name in ("ratio", "stored_nbytes", "plain_nbytes")}
         state["cpu_seconds"] += time.process_time() - began
         if not math.isfinite(state["loss"]):
             break
@@ -99,8 +108,7 @@ def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
         "options": " ".join([f"{key}={value}" for key, value in arm.options.items()] + ["probed"] * arm.adapt),
     }
     if handle is not None:
-        report = handle.report()
-        row |= {name: getattr(report, name) for name in ("ratio", "stored_nbytes", "plain_nbytes")}
+        row |= {name: state[name] for name in ("ratio", "stored_nbytes", "plain_nbytes")}
         handle.remove()
     machine = environment()
     if state["commit"] != machine["commit"]:
@@ -134,8 +142,7 @@ def train_epoch(problem: Problem, parts: dict[str, Any], job: Job, epoch: int) -
 def _place(job: Job) -> Path:
     """Of the checkpoint; another one if the code of the task has changed since."""
     name = "-".join(map(str, job)).replace(" ", "").replace(",", "-")
-    code = b"".join(Path(file).read_bytes() for file in (__file__, tasks.__file__, nets.__file__))
-    return data.folder() / f"run-{name}-{hashlib.sha256(code).hexdigest()[:8]}.pt"
+    return data.folder() / f"run-{name}-{_CODE}.pt"
 
 
 def _save(job: Job, parts: dict[str, Any], state: dict[str, Any]) -> None:
@@ -218,12 +225,19 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(given.workers, spawn, initializer=_quiet, initargs=(threads,)) as pool:
         running = {pool.submit(run, job): job for job in jobs}
+        failed = 0
         for done in as_completed(running):
+            if done.exception() is not None:
+                failed += 1
+                print(f"{', '.join(map(str, running[done]))} failed: {done.exception()!r}", flush=True)
+                continue
             row = done.result()
             append(row, given.out)
             _place(running[done]).unlink(missing_ok=True)
             ratio = f", {row['ratio']:.1f}x less kept" if "ratio" in row else ""
             print(f"{', '.join(map(str, running[done]))}: {row['accuracy']:.2f} %{ratio}", flush=True)
+    if failed:
+        raise SystemExit(f"{failed} runs failed; the same command runs them again")
 
 
 if __name__ == "__main__":

@@ -657,3 +657,15 @@ def test_check_command_refuses_wrong_arguments(arguments: list[str], capsys: pyt
         cli.main(["check", *arguments])
     assert end.value.code == 2
     assert "usage: lowtide check" in capsys.readouterr().err
+
+
+def test_derived_tensors_are_spared_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)
+    )
+    x = torch.randn(16, 3, 16, 16)
+    result = lowtide.check(model, x, lambda model, x: model(x).square().mean(), "division", derive=True)
+    derived = [site for site in result.sites if site.codec == "derived"]
+    assert derived
+    assert all(site.fall != 0 for site in derived)

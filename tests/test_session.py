@@ -381,6 +381,30 @@ def test_sparse_tensors_count_what_they_hold_and_once(layout):
         assert [row.plain_nbytes for row in rows] == expected
 
 
+def test_values_that_a_sparse_tensor_shares_are_counted():
+    """Autograd keeps them for the sparse product, so a dense op that saves them too frees nothing."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 8))
+            self.scale = nn.Parameter(torch.ones(4096))
+
+        def forward(self, indices):
+            values = self.scale * 2.0
+            sparse = torch.sparse_coo_tensor(indices, values, (64, 64), check_invariants=True)
+            return torch.sparse.mm(sparse, self.weight).sum() + F.gelu(values).sum()
+
+    model = Both()
+    indices = torch.cartesian_prod(torch.arange(64), torch.arange(64)).T.contiguous()
+    with lowtide.compress(model, "actnn", min_numel=0) as session:
+        loss = model(indices)
+    loss.backward()
+    report = session.report()
+    assert report.held_nbytes == 0
+    assert report.stored_nbytes >= 4096 * 4
+
+
 def test_nan_and_inf_reach_the_gradient():
     model = net()
     for poison in (float("nan"), float("inf")):

@@ -191,7 +191,9 @@ def test_errors_along_a_run(task):
 
 def test_verdicts_in_words():
     for mean, half, expected in (
-        (-0.2, 0.1, "within 0.3"),
+        (-0.2, 0.3, "within 0.3"),
+        (-0.2, 0.1, "lower"),
+        (-0.1, math.nan, "one run"),
         (0.5, 0.1, "within 0.3"),
         (-0.5, 0.6, "no difference shown"),
         (-0.5, 0.4, "lower"),

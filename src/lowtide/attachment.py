@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -25,8 +26,9 @@ class Attachment:
         self.guard = None if guard is None else Watch(model, session, guard)
         """The guard at work, if there is one: its readings, and what it raised."""
         self._hooks: list[RemovableHandle] = []
-        if self.guard is not None:  # probes run before a session opens, outputs are watched after it closes
-            self._hooks.append(model.register_forward_pre_hook(_before(self.guard), with_kwargs=True))
+        if self.guard is not None:  # sees inputs before any other hook, and outputs after all
+            first = _before(self.guard)
+            self._hooks.append(model.register_forward_pre_hook(first, prepend=True, with_kwargs=True))
         self._hooks.append(model.register_forward_pre_hook(_opener(session)))
         self._hooks.append(model.register_forward_hook(_closer(session), always_call=True))
         if self.guard is not None:
@@ -37,13 +39,16 @@ class Attachment:
         while self._hooks:
             self._hooks.pop().remove()
         self._session.abandon()
+        if self.guard is not None:
+            self.guard.stop()
 
     def report(self) -> Report:
         """What was saved in the last forward, how it is stored, and why."""
         report = self._session.report()
-        if self.guard is None:
-            return report
-        return dataclasses.replace(report, notes=(*report.notes, *self.guard.notes()))
+        notes = () if self.guard is None else self.guard.notes()
+        if not self._session.step:
+            notes = ("no forward was seen yet; those inside torch.compile never are, and stay exact", *notes)
+        return dataclasses.replace(report, notes=(*report.notes, *notes)) if notes else report
 
     def adapt(self, closure: Callable[[], Tensor], *, every: int | None = None) -> None:
         """See :meth:`Session.adapt`."""
@@ -76,7 +81,8 @@ _OPENER = "opens_lowtide_session"
 
 def _opener(session: Session) -> Callable[..., None]:
     def open_session(module: nn.Module, args: Any) -> None:
-        session.begin(module)
+        if not torch.compiler.is_compiling():  # compiled code saves what it likes, exactly
+            session.begin(module)
 
     setattr(open_session, _OPENER, True)
     return open_session
@@ -84,21 +90,24 @@ def _opener(session: Session) -> Callable[..., None]:
 
 def _closer(session: Session) -> Callable[..., None]:
     def close_session(module: nn.Module, args: Any, result: Any) -> None:
-        session.end()
+        if not torch.compiler.is_compiling():
+            session.end()
 
     return close_session
 
 
 def _before(watch: Watch) -> Callable[..., None]:
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        watch.before(module, args, kwargs)
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            watch.before(module, args, kwargs)
 
-    return look
+    return take
 
 
 def _after(watch: Watch) -> Callable[..., None]:
     def wait(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        watch.after(module, args, kwargs, output)
+        if not torch.compiler.is_compiling():
+            watch.after(module, args, kwargs, output)
 
     return wait
 

@@ -155,6 +155,16 @@ def storage_id(storage: Any) -> int:
     return identity
 
 
+def in_backward() -> bool:
+    """Is autograd at work in this thread? Then a forward is a recomputation, such as checkpoint's."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(act: Callable[[], None]) -> None:
+    """Run ``act`` when the backward that is under way has computed all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
 def version_of(tensor: Tensor) -> int:
     """Counts in-place changes, shared by all views of a tensor."""
     return tensor._version

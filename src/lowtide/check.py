@@ -248,7 +248,7 @@ def check(
 
     def spared(use: Use) -> dict[str, Tensor]:
         table = {(u.sites, u.meta): codec for u, codec in chosen.items() if u != use}
-        fixed = compress(model, _Fixed(table, session.method), seed=seed, min_numel=min_numel, derive=derive)
+        fixed = compress(model, _Fixed(table, session.method), seed=seed, min_numel=min_numel)
         return _gathered(fixed.gradients(run, step))
 
     sites = []

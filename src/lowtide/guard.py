@@ -1,8 +1,9 @@
 """Watching the gradient while training: small probes, and more precision where it is needed.
 
-Now and then a few samples of a batch, and the gradient of the loss at the model's outputs for them, are kept until the
-next step. With both the parameters' gradients of these samples can be made again without knowing the loss, exactly
-and compressed. They are compared as :func:`lowtide.check` does, in units of the whole batch's gradient.
+Now and then a few samples of a batch are kept, and the gradient that backward brings to the model's outputs for them.
+With both the parameters' gradients of these samples can be made again without knowing the loss, exactly and
+compressed. That happens at the end of the same backward, and they are compared as :func:`lowtide.check` does, in
+units of the whole batch's gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,14 +51,27 @@ _THIN = 1 << 16
 _TRIED = 48
 """Tensors that are spared one at a time when the worst are looked for."""
 
+_LEAST_SAMPLES = 4
+"""Of a smaller batch even one sample holds more exact activations than all of them do compressed."""
+
+_LEAST_VALUES = 32
+"""Values of a channel that a batch norm must see in a part: statistics of fewer are unlike those of training."""
+
+_REPEATS = 1e-6
+"""Part of the square by which two exact gradients of the same samples may differ: sums in another order."""
+
+_PATIENCE = 3
+"""Looks that may fail one after another before the guard gives up."""
+
 
 @dataclass(frozen=True)
 class Guard:
     """When to look, and what to allow; ``attach(guard=True)`` takes these values.
 
-    Every ``every`` steps two probes of a sixteenth of the batch are run exactly and compressed: a quarter of a step's
-    work. The error may be ``error`` times SGD's own noise between the two parts, which counts as at least 0.4 of the
-    gradient; a bias that shows over at least four looks may be ``bias`` of the gradient.
+    Every ``every`` steps, at the end of backward, two parts of a sixteenth of the batch (a sample at least) are run
+    exactly and compressed: from 16 samples on a quarter of a step's work. The error may be ``error`` times SGD's own
+    noise between the two parts, which counts as at least 0.4 of the gradient; a bias that shows over at least four
+    looks may be ``bias`` of the gradient.
     """
 
     every: int = 100
@@ -86,41 +101,91 @@ class Reading(NamedTuple):
 
 
 class _Taken:
-    """Some samples of a forward, and what the loss says of its outputs for them, once backward has run."""
+    """Some samples of a forward, and what the loss says of its outputs for them, once backward has come by."""
 
-    def __init__(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], samples: int) -> None:
-        self.samples = samples
-        self.half = max(1, samples // _SHARE)
-        args, kwargs = (part_of(i, 0, 2 * self.half) for i in inputs)
-        self.inputs = (tuple(_copied(args)), _copied(kwargs))
+    def __init__(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], step: int) -> None:
+        self.samples = samples_in(inputs)
+        if self.samples < _LEAST_SAMPLES:
+            raise NotDivisible(f"a batch of {self.samples} samples is too small; {_LEAST_SAMPLES} are needed")
+        self.step = step
+        self.half = max(1, self.samples // _SHARE)
+        self.inputs = _copied(part_of(inputs, 0, 2 * self.half))
         self.weights: dict[int, Tensor] = {}
         self.problem: str | None = None  # must not be raised in the user's backward
+        self._covered: dict[int, set[int]] = {}
+        self._hooks: list[Any] = []
+        device = next((t.device.type for t in leaves_of(self.inputs) if isinstance(t, Tensor)), "cpu")
+        self._autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
-    def watch(self, output: Any) -> None:
-        """Keep the gradients that backward brings to the outputs."""
-        for i, leaf in enumerate(leaves_of(output)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._keeper(i))  # type: ignore[no-untyped-call]
+    def cast(self) -> torch.autocast:
+        """Autocast as it was in the forward; backward is mostly called outside of it."""
+        device, dtype, enabled = self._autocast
+        return torch.autocast(device, dtype, enabled)
 
-    def _keeper(self, i: int) -> Callable[[Tensor], None]:
+    @property
+    def share(self) -> float:
+        """What part of the batch a probe sees."""
+        return self.half / self.samples
+
+    def watch(self, output: Any, arrived: Callable[[], None]) -> None:
+        """Keep the gradients that backward brings to the outputs; call ``arrived`` at each."""
+        leaves = {i: leaf for i, leaf in enumerate(leaves_of(output)) if isinstance(leaf, Tensor)}
+        leaves = {i: leaf for i, leaf in leaves.items() if leaf.requires_grad and not leaf.is_leaf}
+        self._covered = _dependencies({i: leaf.grad_fn for i, leaf in leaves.items()})
+        for i, leaf in leaves.items():
+            self._hooks.append(leaf.register_hook(self._keeper(i, arrived)))  # type: ignore[no-untyped-call]
+
+    def _keeper(self, i: int, arrived: Callable[[], None]) -> Callable[[Tensor], None]:
         def keep(gradient: Tensor) -> None:
             own = gradient.detach()
             if own.dim() and own.shape[0] != self.samples:
                 self.problem = f"an output of shape {tuple(own.shape)} is not by the batch's {self.samples} samples"
-            self.weights[i] = own[: 2 * self.half].clone() if own.dim() else own
+            self.weights[i] = own[: 2 * self.half].clone() if own.dim() else own.clone()
+            arrived()
 
         return keep
 
+    def finish(self) -> None:
+        """Take the hooks off; an output that another one is made from counts through that one."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        for i in set(self.weights):
+            for other in self._covered.get(i, set()) & set(self.weights):
+                self.weights.pop(other)
+        self._covered = {}
+
     def loss(self, model: nn.Module, which: int) -> Tensor:
-        """Has the gradient of the real loss, for one half of the samples."""
+        """Has the gradient of the real loss, for one half of the samples and with random numbers of its own."""
+        torch.manual_seed(which)
         start, stop = which * self.half, (which + 1) * self.half
-        args, kwargs = part_of(self.inputs, start, stop)
+        args, kwargs = _copied(part_of(self.inputs, start, stop))
         leaves = list(leaves_of(model(*args, **kwargs)))
+        mixed = any(weight.dim() for weight in self.weights.values())
         terms = []
         for i, weight in self.weights.items():
-            rows = weight[start:stop] if weight.dim() else weight
+            # A mean over samples comes once, not once for each part.
+            rows = weight[start:stop] if weight.dim() else weight * (self.share if mixed else 1.0)
+            if leaves[i].shape != rows.shape:
+                raise NotDivisible(f"an output of {self.half} samples has the shape {tuple(leaves[i].shape)}")
             terms.append((leaves[i].float() * rows.float()).sum())
         return torch.stack(terms).sum()
+
+
+def _dependencies(nodes: Mapping[int, Any]) -> dict[int, set[int]]:
+    """For each node the others that it was made from."""
+    found: dict[int, set[int]] = {i: set() for i in nodes}
+    if len(nodes) < 2:
+        return found
+    named = {node: i for i, node in nodes.items()}
+    for i, node in nodes.items():
+        seen, waiting = {node}, [node]
+        while waiting:
+            for below, _ in waiting.pop().next_functions:
+                if below is not None and below not in seen:
+                    seen.add(below)
+                    waiting.append(below)
+        found[i] = {named[other] for other in seen if other in named} - {i}
+    return found
 
 
 def _copied(batch: Any) -> Any:
@@ -152,45 +217,63 @@ class Watch:
         self._model = model
         self._session = session
         self._taken: _Taken | None = None
+        self._failures = 0  # one after another
+        self._lost = False  # the last gradient was not finite
+        self._repeats = False  # an exact gradient came out the same a second time
         session.override = self.codec_for
 
-    # ------------------------------------------------------------ around each forward
+    # ------------------------------------------------------------ around each forward and backward
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look, if samples of an earlier step are there; take some, if it is time."""
-        if self._idle(module):
-            return
-        taken, self._taken = self._taken, None
-        if taken is not None and taken.weights:
-            self._safely(self.look, taken)
-        if self.off is None and (self._session.step + 1) % self.guard.every == 0:
+        """Take some samples, if it is time."""
+        if not self._idle(module) and (self._session.step + 1) % self.guard.every == 0:
             self._safely(self._take, args, kwargs)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Wait for the gradient of what the forward returned."""
-        if self._taken is not None and not self._taken.weights and not self._idle(module):
-            self._taken.watch(output)
+        taken = self._taken
+        if taken is not None and taken.step == self._session.step and not self._idle(module):
+            taken.watch(output, partial(self._arrived, taken))
 
     def _idle(self, module: nn.Module) -> bool:
         out = self.off is not None or self._session.is_aside or not torch.is_grad_enabled()
-        return out or capture.calls_on_stack(module) > 1
+        return out or capture.in_backward() or capture.calls_on_stack(module) > 1
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._taken = _Taken((args, kwargs), samples_in((args, kwargs)))
+        waiting, self._taken = self._taken, None
+        if waiting is not None:
+            waiting.finish()
+        self._taken = _Taken((args, kwargs), self._session.step + 1)
+        if waiting is not None:
+            raise NotDivisible(f"no gradient came to the outputs of step {waiting.step}")
+
+    def _arrived(self, taken: _Taken) -> None:
+        """In backward, with the first gradient: look when backward is at its end, and all gradients are there."""
+        if len(taken.weights) == 1 and taken is self._taken:
+            self._taken = None
+            capture.after_backward(partial(self._safely, self.look, taken))
 
     def _safely(self, act: Callable[..., None], *given: Any) -> None:
-        """Training goes on whatever a probe meets; the guard says that it does not watch any more."""
+        """Training goes on whatever a probe meets; after some failures the guard says that it looks no more."""
         try:
             act(*given)
         except Exception as error:
-            self._taken = None
-            self.off = str(error) if isinstance(error, NotDivisible) else f"{type(error).__name__}: {error}"
-            warnings.warn(f"lowtide's guard is off: {self.off}", stacklevel=5)
+            self._failures += 1
+            if self._failures >= _PATIENCE:
+                self.off = str(error) if isinstance(error, NotDivisible) else f"{type(error).__name__}: {error}"
+                warnings.warn(f"lowtide's guard is off: {self.off}", stacklevel=2)
+
+    def stop(self) -> None:
+        """Let go of a model that is no longer attached."""
+        if self._taken is not None:
+            self._taken.finish()
+        self._taken = None
 
     # ------------------------------------------------------------ looking
 
     def look(self, taken: _Taken) -> None:
         """Compare exact and compressed gradients of the samples taken; act if they differ too much."""
+        taken.finish()
         reason = taken.problem or _unfit(self._model)
         if reason:
             raise NotDivisible(reason)
@@ -198,52 +281,64 @@ class Watch:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
         probes = [partial(taken.loss, model, which) for which in (0, 1)]
-        with self._session.aside():
-            exact = [_thin(gradients(self._model, probe)) for probe in probes]
+        with self._session.aside(), taken.cast():
+            with _norms_see_enough(model):
+                exact = [_thin(gradients(self._model, probe)) for probe in probes]
             if not all(_is_finite(found) for found in exact):
-                return  # a step that is lost anyway, such as one whose loss was scaled too much
-            found = self._compressed(probes, taken, frozenset())
-            reading = self._read(exact, found, taken)
-            self.readings.append(reading)
-            too_much = self.verdict()
-            if too_much is None:
+                if not self._lost:
+                    self._say(f"step {taken.step}: the gradient is not finite, with or without compression")
+                self._lost = True
                 return
-            self._raise(too_much, exact, found, probes, taken)
+            if not self._repeats:
+                again = _minus(_thin(gradients(self._model, probes[0])), exact[0])
+                if _product(again, again) > _REPEATS * _product(exact[0], exact[0]):
+                    raise NotDivisible("the exact gradient of the same samples differs from run to run")
+                self._repeats = True
+            found = self._compressed(probes, taken, frozenset())
+            self.readings.append(self._read(exact, found, taken))
+            too_much = self.verdict()
+            if too_much is not None:
+                self._raise(too_much, exact, found, probes, taken)
+        self._failures, self._lost = 0, False
 
     def _compressed(
         self, probes: Sequence[Callable[[], Tensor]], taken: _Taken, spared: frozenset[Site]
     ) -> list[dict[str, Tensor]]:
+        """Gradients with what the last forward compressed, but for ``spared``: no more, whatever lives shorter here."""
+        stored = {use.sites[0] for use in self._session.chosen} - spared
+
+        def codec_for(use: Use, codec: Codec) -> Codec | None:
+            return self.codec_for(use, codec) if use.sites[0] in stored else None
+
         found = []
         for i, probe in enumerate(probes):
-            session = self._session.like(self._session.seed + 1 + i, taken.half / taken.samples)
-            if spared:
-                session.override = lambda use, codec: None if use.sites[0] in spared else self.codec_for(use, codec)
+            session = self._session.like(self._session.seed + 1 + i, taken.share)
+            session.override = codec_for
             found.append(_thin(session.gradients(probe, self._session.step)))
         return found
 
     def _read(self, exact: list[dict[str, Tensor]], found: list[dict[str, Tensor]], taken: _Taken) -> Reading:
         """A part's noise is that of the batch times the root of how many parts there are."""
-        share = taken.half / taken.samples
+        share = taken.share
         difference = [_minus(f, e) for f, e in zip(found, exact, strict=True)]
         noise = share * _product(_minus(*exact), _minus(*exact)) / 2
         error = share * sum(_product(d, d) for d in difference) / 2
         square = max(0.0, _product(*exact)) + noise
-        return Reading(self._session.step, square, error, noise, _product(*difference))
+        return Reading(taken.step, square, error, noise, _product(*difference))
 
     def verdict(self) -> str | None:
-        """What is out of the band over the last readings: "error", "bias" or None."""
-        square = math.fsum(r.square for r in self.readings)
-        error = math.fsum(r.error for r in self.readings)
-        if not math.isfinite(error):
+        """What is out of the band over the last readings, each in units of its own gradient: "error", "bias", None."""
+        error, noise = self._mean("error"), self._mean("noise")
+        if not error <= self.guard.error**2 * max(noise, LEAST_NOISE**2):
             return "error"
-        noise = math.fsum(r.noise for r in self.readings)
-        if error > self.guard.error**2 * max(noise, LEAST_NOISE**2 * square):
-            return "error"
-        products = [r.bias for r in self.readings]
-        if len(products) < _FEW or math.fsum(products) <= self.guard.bias**2 * square:
+        products = [r.bias / r.square for r in self.readings]
+        mean = statistics.fmean(products)
+        if len(products) < _FEW or mean <= self.guard.bias**2:
             return None
-        spread = statistics.stdev(products) / math.sqrt(len(products))
-        return "bias" if statistics.fmean(products) > _CERTAIN * spread else None
+        return "bias" if mean > _CERTAIN * statistics.stdev(products) / math.sqrt(len(products)) else None
+
+    def _mean(self, what: str) -> float:
+        return sum(getattr(r, what) / r.square if r.square else 0.0 for r in self.readings) / len(self.readings)
 
     # ------------------------------------------------------------ raising
 
@@ -265,40 +360,37 @@ class Watch:
             spared = self._read(exact, self._compressed(probes, taken, frozenset(use.sites[:1])), taken)
             falls.append((_fall(whole, spared, what), use))
         falls.sort(key=lambda row: -row[0])
-        limit = self.guard.bias**2 * whole.square
+        limit, left = self.guard.bias**2 * whole.square, whole.bias
         if what == "error":
-            limit = self.guard.error**2 * max(whole.noise, LEAST_NOISE**2 * whole.square)
-        left = whole.error if what == "error" else whole.bias
+            limit, left = self.guard.error**2 * max(whole.noise, LEAST_NOISE**2 * whole.square), whole.error
         names: list[str] = []
         more = 0
         for fall, use in falls:
-            if names and (fall <= 0 or left <= limit / 2):
+            if fall <= 0 or (names and left <= limit / 2):
                 break
             codec = stored[use]
             better = self.raised[use.sites[0]] = _better(use, codec)
-            more += (use.meta.nbytes if better is None else better.packed_nbytes(use.meta)) - codec.packed_nbytes(
-                use.meta
-            )
+            nbytes = use.meta.nbytes if better is None else better.packed_nbytes(use.meta)
+            more += nbytes - codec.packed_nbytes(use.meta)
             names.append(f"{' / '.join(map(str, use.sites))} from {codec} to {better or 'exact'}")
             left -= fall
-        text = self._said(what)
-        if names:
-            text += f"; raised {', '.join(names)}: {size(more)} more in a step"
-        else:
-            text += "; nothing is left to raise"
+        text = self._said(what, taken.step)
+        self.readings.clear()
+        if not names:
+            raise NotDivisible(f"{text}, and more precision for one tensor does not help")
+        self._say(f"{text}; raised {', '.join(names)}: {size(more)} more in a step")
+
+    def _said(self, what: str, step: int) -> str:
+        if what == "bias":
+            bias = math.sqrt(self._mean("bias"))
+            return f"step {step}: a bias of {bias:.2g} of the gradient, {self.guard.bias:.2g} is allowed"
+        error, noise = math.sqrt(self._mean("error")), math.sqrt(self._mean("noise"))
+        allowed = self.guard.error * max(noise, LEAST_NOISE)
+        return f"step {step}: an error of {error:.2g} of the gradient, {allowed:.2g} is allowed"
+
+    def _say(self, text: str) -> None:
         self.log.append(text)
         logger.warning(text)
-        self.readings.clear()
-
-    def _said(self, what: str) -> str:
-        square = math.fsum(r.square for r in self.readings) or math.nan
-        if what == "bias":
-            bias = math.sqrt(math.fsum(r.bias for r in self.readings) / square)
-            return f"step {self._session.step}: a bias of {bias:.2g} of the gradient, {self.guard.bias:.2g} is allowed"
-        error = math.sqrt(math.fsum(r.error for r in self.readings) / square)
-        noise = math.sqrt(math.fsum(r.noise for r in self.readings) / square)
-        allowed = self.guard.error * max(noise, LEAST_NOISE)
-        return f"step {self._session.step}: an error of {error:.2g} of the gradient, {allowed:.2g} is allowed"
 
     def codec_for(self, use: Use, codec: Codec) -> Codec | None:
         """The codec that the method chose, or what the guard demands if that is more."""
@@ -324,15 +416,17 @@ class Watch:
             "raised": [[list(s), None if c is None else c.to_config()] for s, c in self.raised.items()],
             "readings": [list(reading) for reading in self.readings],
             "log": list(self.log),
+            "off": self.off,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        require_keys(state, {"raised", "readings", "log"})
+        require_keys(state, {"raised", "readings", "log", "off"})
         self.raised = {site_of(s): None if c is None else from_config(c) for s, c in state["raised"]}
         self.readings = deque((Reading(*row) for row in state["readings"]), maxlen=_WINDOW)
         self.log = list(state["log"])
-        self._taken = None
+        self.off = state["off"]
+        self.stop()
 
 
 def _better(use: Use, codec: Codec) -> Codec | None:
@@ -378,7 +472,7 @@ def _minus(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    return math.fsum(float(torch.dot(a[name], b[name])) for name in a if name in b)
+    return sum(float(torch.dot(a[name], b[name])) for name in a if name in b)
 
 
 def _damage(found: Mapping[str, Tensor], exact: Mapping[str, Tensor], name: str) -> float:
@@ -400,10 +494,32 @@ def _unfit(model: nn.Module) -> str | None:
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
-    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
-        return "a SyncBatchNorm waits for other processes, and each process probes for itself"
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
+    waits = (nn.SyncBatchNorm, FullyShardedDataParallel, nn.parallel.DistributedDataParallel)
+    for module in model.modules():
+        if isinstance(module, waits) and not (module is model and isinstance(module, waits[-1])):
+            return f"a {type(module).__name__} waits for other processes, and each process probes for itself"
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return "its parameters are spread over processes, and each process probes for itself"
     return None
+
+
+@contextmanager
+def _norms_see_enough(model: nn.Module) -> Iterator[None]:
+    """Raise where a batch norm that trains would see a part of too few values."""
+
+    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0]
+        values = x.numel() // x.shape[1]
+        if module.training and values < _LEAST_VALUES:
+            raise NotDivisible(f"a batch norm would see {values} values of a channel, {_LEAST_VALUES} are needed")
+
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    hooks = [norm.register_forward_pre_hook(look) for norm in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -7,6 +7,7 @@ must not move batch statistics, gradients or random streams that the real traini
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -111,13 +112,16 @@ class NotDivisible(ValueError):
 
 
 def leaves_of(batch: Any) -> Iterator[Any]:
-    """What lies in nested mappings, tuples and lists."""
+    """What lies in nested mappings, tuples, lists and dataclasses."""
     if isinstance(batch, Mapping):
         for value in batch.values():
             yield from leaves_of(value)
     elif isinstance(batch, (tuple, list)):
         for value in batch:
             yield from leaves_of(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from leaves_of(getattr(batch, field.name))
     else:
         yield batch
 

@@ -243,6 +243,7 @@ class Session:
             self._rows.append(Row(site, meta, SHARED, 0, known[1].site))
             return
         row = Row(site, meta, EXACT, sum(map(_nbytes, parts)), f"{kind}: kept as it is")
+        row.kept = f"{site.op}.{site.slot} keeps it: {row.why}"
         self._rows.append(row)
         if values is not None:
             self._counted[identity] = (weakref.ref(values), row)

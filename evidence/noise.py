@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from evidence.tasks import ARMS, TASKS
 from evidence.training import Job, prepared, train_epoch
 
 FIELDS = [
-    *("task", "arm", "epoch", "error", "bias", "chance", "cosine", "sgd_noise", "ratio"),
+    *("task", "arm", "epoch", "error", "bias", "chance", "cosine", "sgd_noise", "worst", "worst_share", "ratio"),
     *("date", "commit", "machine", "threads", "python", "torch", "numba", "lowtide"),
 ]
 UNSEEN = 12345
@@ -39,9 +40,20 @@ def rows_of(name: str, epochs: list[int], arms: list[str]) -> Iterator[dict[str,
             method, options, _ = ARMS[arm]
             assert method is not None
             found = lowtide.check(parts["model"], batch, problem.loss, method, seconds=0, **options)
-            yield {"task": name, "arm": arm, "epoch": epoch + 1, "ratio": found.report.ratio} | {
-                key: getattr(found.overall, key) for key in ("error", "bias", "chance", "cosine", "sgd_noise")
-            }
+            worst, share = worst_of(found)
+            row = {"task": name, "arm": arm, "epoch": epoch + 1, "ratio": found.report.ratio}
+            row |= {"worst": worst, "worst_share": share}
+            yield row | {key: getattr(found.overall, key) for key in ("error", "bias", "chance", "cosine", "sgd_noise")}
+
+
+def worst_of(found: lowtide.CheckResult) -> tuple[str, float]:
+    """Of the parameters with a tenth of the gradient's length the one whose error is largest beside its SGD noise."""
+    shares = {
+        name: d.error / d.sgd_noise
+        for name, d in found.parameters.items()
+        if d.sgd_noise and d.norm >= 0.1 * found.overall.norm
+    }
+    return max(shares.items(), key=lambda item: item[1], default=("", math.nan))
 
 
 def main() -> None:

@@ -161,6 +161,10 @@ def noise_table(rows: list[Row]) -> list[str]:
     for arm in dict.fromkeys(row["arm"] for row in rows):
         cells = [f"{float(found[arm, epoch]['error']):.2f}" for epoch in epochs]
         biased = [float(found[arm, epoch]["chance"]) < 0.01 / len(rows) for epoch in epochs]
+        worst = [float(found[arm, epoch]["worst_share"]) for epoch in epochs]
+        cells = [
+            f"{cell} ({share:.2f})" if math.isfinite(share) else cell for cell, share in zip(cells, worst, strict=True)
+        ]
         marked = [f"{cell}, biased" if bias else cell for cell, bias in zip(cells, biased, strict=True)]
         lines.append(f"| {arm} | {' | '.join(marked)} |")
     own = [next(row["sgd_noise"] for row in rows if row["epoch"] == epoch) for epoch in epochs]
@@ -171,7 +175,8 @@ def noise_table(rows: list[Row]) -> list[str]:
 NOISE = """
 **Error of the gradient along the exact run** (`python -m evidence.noise`, `evidence/results/noise.csv`), as a part of
 the gradient of one batch, by `lowtide.check` after some epochs of seed 0. An unbiased error *e* beside SGD's noise *s*
-makes the variance of a step 1 + (*e*/*s*)^2 times as large, as a smaller batch would.
+makes the variance of a step 1 + (*e*/*s*)^2 times as large, as a smaller batch would. In brackets *e*/*s* of the
+parameter where it is largest, among those with a tenth of the gradient's length.
 """
 
 

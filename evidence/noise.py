@@ -59,11 +59,12 @@ def worst_of(found: lowtide.CheckResult) -> tuple[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", nargs="?", default="cifar", choices=list(TASKS))
+    parser.add_argument("--epochs", type=int, nargs="+", help="after which to measure; default: first, middle, last")
     parser.add_argument("--out", type=Path, default=RESULTS / "noise.csv")
     given = parser.parse_args()
     lowtide.tune_cpu_allocator()
     task, machine = TASKS[given.task], environment()
-    epochs = sorted({1, (task.epochs + 1) // 2, task.epochs})
+    epochs = sorted(given.epochs or {1, (task.epochs + 1) // 2, task.epochs})
     arms = [arm for arm in (*task.arms, *task.more) if ARMS[arm].method is not None and not ARMS[arm].adapt]
     with given.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)

@@ -635,3 +635,44 @@ def test_probes_keep_a_sixteenth_of_the_batch():
         loss = taken.loss(model, 0)
     probe = sum(s.nbytes() for key, s in saved.items() if key not in parameters)
     assert probe < report.plain_nbytes / 12
+
+
+def _two_ranks(rank, port, path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        found = {}
+        for guard in (False, Guard(every=1, error=1e3, bias=1e3)):
+            torch.manual_seed(0)
+            model = nn.parallel.DistributedDataParallel(net())
+            handle = lowtide.attach(model, "actnn", guard=guard)
+            train(model, steps=3, seed=rank)
+            found[bool(guard)] = [t.clone() for t in model.state_dict().values()]
+            readings = 0 if handle.guard is None else len(handle.guard.readings)
+            handle.remove()
+            del model, handle  # before the process group they use
+        refused = ""
+        try:
+            lowtide.attach(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), guard=True)
+        except ValueError as error:
+            refused = str(error)
+        torch.save((found, readings, refused), path / f"{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_probe_for_themselves(tmp_path):
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(_two_ranks, (port, tmp_path), nprocs=2)
+    for rank in range(2):
+        found, readings, refused = torch.load(tmp_path / f"{rank}.pt")
+        assert readings == 3
+        assert "a SyncBatchNorm waits for other processes" in refused
+        for plain, watched in zip(found[False], found[True], strict=True):
+            assert torch.equal(plain, watched)

@@ -148,10 +148,10 @@ moved by up to 2 pixels and mirrored; channels last.
 
 **Every 2-bit method loses accuracy here**, `auto` less than half a point, the others more than one, and the loss
 follows the error of the gradient in the second table: `auto`, with the smallest error at the same bytes, loses least,
-`pool`, with a bias, most. The others show no bias, so what is left is noise. Over the whole gradient it is a fraction of
-SGD's own, but in the first block (in brackets) it comes near to it: there a step is nearly as noisy as with half the
-batch, and nine epochs do not make up for that. The network makes it hard: 24 channels on maps of 16x16 down to 4x4 give
-a weight few values to average over, and with channels last a group of 256 values lies across all channels, whatever
+`pool`, with a bias, most. The others show no bias, so what is left is noise. Over the whole gradient it is half of
+SGD's own, but in the first block (in brackets) it is as large midway: there a step is as noisy as with half the batch,
+and nine epochs do not make up for that. The network makes it hard: 24 channels on maps of 16x16 down to 4x4 give a
+weight few values to average over, and with channels last a group of 256 values lies across all channels, whatever
 their ranges. On the wider ResNet-14 of `docs/fidelity.md`, channels first, errors are smaller. That the noise is the
 cause agrees with these rows and is not proven by them; more bits where they matter are what `lowtide.check` and the
 guard are for.""",

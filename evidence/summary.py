@@ -141,7 +141,7 @@ DenseNet, other methods and bits).
 - Data: `evidence/data.py` fetches it and verifies checksums.
 """
 
-SETTINGS = {
+ABOUT = {
     "cifar": """A ResNet for 32x32 images: a convolution of 16 channels, three stages of two blocks with 24, 48 and 96
 channels that each begin with a stride of 2. SGD with momentum, batch 128, one cycle of the learning rate, images
 moved by up to 2 pixels and mirrored; channels last.
@@ -199,7 +199,7 @@ def page(rows: list[Row], noise: list[Row]) -> str:
         commits = ", ".join(dict.fromkeys(row["commit"] for row in own))
         dates = ", ".join(dict.fromkeys(row["date"] for row in own))
         first = own[0]
-        lines += [f"## {TASKS[task].title}", SETTINGS.get(task, ""), "", *table(rows, task), ""]
+        lines += [f"## {TASKS[task].title}", ABOUT.get(task, ""), "", *table(rows, task), ""]
         lines.append(
             f"Commit {commits}, {dates}, {first['machine']}, Python {first['python']}, torch {first['torch']}, Numba "
             f"{first['numba']}.\n"

@@ -35,8 +35,7 @@ from evidence.tasks import ARMS, TASKS, Batch, Problem
 _PAUSE = 60.0
 """Seconds between two checkpoints at least."""
 _PROBED = 4
-"""A probe sees every fourth sample of a batch at most."""
-
+"""A probe sees the first of so many parts of a batch."""
 
 _FILES = (__file__, *(module.__file__ for module in (tasks, nets, data, fidelity, benchmarks.nets)))
 _CODE = hashlib.sha256(b"".join(Path(file or "").read_bytes() for file in _FILES)).hexdigest()[:8]

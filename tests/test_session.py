@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.codecs import GroupQuant, Raw
 from lowtide.report import COMPRESSED, EXACT, HELD, SHARED
+from ranks import on_two_ranks
 from zoo import ZOO
 
 
@@ -904,38 +905,25 @@ def test_sessions_in_several_threads_do_not_meet():
     assert results == dict.fromkeys(range(4), True)
 
 
-def _ddp_worker(rank, port, path):
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _train_on_rank(rank):
     found = {}
-    try:
-        for name, method in (("plain", None), ("raw", Raw()), ("actnn", "actnn")):
-            torch.manual_seed(0)
-            model = nn.parallel.DistributedDataParallel(net())
-            x = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
-            for i in range(2):
-                context = torch.enable_grad() if method is None else lowtide.compress(model, method, min_numel=0)
-                with model.no_sync() if i == 0 else torch.enable_grad():
-                    with context:
-                        loss = model(x).square().mean()
-                    loss.backward()
-            found[name] = gradients(model)
-            del model, loss  # before the process group they use
-        torch.save(found, path / f"{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    for name, method in (("plain", None), ("raw", Raw()), ("actnn", "actnn")):
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(net())
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
+        for i in range(2):
+            context = torch.enable_grad() if method is None else lowtide.compress(model, method, min_numel=0)
+            with model.no_sync() if i == 0 else torch.enable_grad():
+                with context:
+                    loss = model(x).square().mean()
+                loss.backward()
+        found[name] = gradients(model)
+        del model, loss  # before the process group they use
+    return found
 
 
 def test_ddp_on_two_ranks_is_bit_equal_with_raw(tmp_path):
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.spawn(_ddp_worker, (port, tmp_path), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
+    first, second = on_two_ranks(_train_on_rank, tmp_path)
     for found in (first, second):
         assert_same(found["raw"], found["plain"])
     assert_same(first["actnn"], second["actnn"])

@@ -21,6 +21,7 @@ from . import capture
 from .attachment import attached, compress
 from .capture import Site
 from .codecs import Codec, TensorMeta
+from .guard import LEAST_NOISE
 from .methods import Method
 from .planner import Plan
 from .replay import NotDivisible, gradients, part_of, samples_in, suspects
@@ -36,10 +37,6 @@ UNSAFE = "unsafe"
 
 SAFE_SHARE = 0.25
 """An error of a quarter of SGD's noise adds 1/16 to the variance of a step: that of a batch 6 % smaller."""
-
-LEAST_NOISE = 0.4
-"""SGD's noise counts as at least this, and as this where it is unknown: an unbiased error of a quarter of it, 0.1,
-makes the mean square of a step 1 % longer, which is little whatever SGD does; 0.4 makes it 16 % longer."""
 
 SAFE_BIAS = 0.02
 """Noise as large as the gradient, averaged over 2500 steps, is still as large as this bias."""

@@ -1055,8 +1055,8 @@ def test_block_mean_is_unbiased(bits: int, dtype: torch.dtype) -> None:
     assert (np.abs(error.mean(0)) <= _tolerance(variance, step, COPIES, 30) + rounding).all()
 
 
-def _draws(key: int, groups: int, n: int) -> Tensor:
-    return reference._uniform(reference._group_hash(0, groups, key, torch.device("cpu")), n)
+def _draws(key: int, groups: int, n: int, bits: int = 2) -> Tensor:
+    return reference._thresholds(reference._group_hash(0, groups, key, torch.device("cpu")), n, bits) - 2**bits
 
 
 def _chi_square(bins: Tensor, count: int) -> None:
@@ -1067,17 +1067,20 @@ def _chi_square(bins: Tensor, count: int) -> None:
     assert abs(statistic - (count - 1)) <= 6 * math.sqrt(2 * (count - 1))
 
 
+@pytest.mark.parametrize("bits", [1, 2, 8])
 @pytest.mark.parametrize("key", [0, 1, -1, 0x0123456789ABCDEF])
-def test_thresholds_are_uniform(key: int) -> None:
+def test_thresholds_are_uniform(key: int, bits: int) -> None:
     """Top byte over all draws, and the dither below it over groups (one draw for each group)."""
-    u = _draws(key, 4096, 64)
+    u = _draws(key, 4096, 64, bits)
     assert float(u.min()) >= 0
     assert float(u.max()) < 1
+    dither = 15 - bits
+    grid = (u.double() * 2 ** (8 + dither)).long()
+    assert torch.equal(grid.double() * 2.0 ** -(8 + dither), u.double())
+    _chi_square(grid >> dither, 256)
+    _chi_square((grid[:, 0] >> (dither - 7)) & 0x7F, 128)
+    _chi_square(grid[:, 0] & 0x7F, 128)
     grid = (u.double() * 2**24).long()
-    assert torch.equal(grid.double() * 2.0**-24, u.double())
-    _chi_square(grid >> 16, 256)
-    _chi_square((grid[:, 0] >> 8) & 0xFF, 256)
-    _chi_square(grid[:, 0] & 0xFF, 256)
     pairs = (grid[:, 0::2] >> 20) * 16 + (grid[:, 1::2] >> 20)
     _chi_square(pairs, 256)
     words = (grid[:, :16] >> 20) * 16 + (grid[:, 16:32] >> 20)  # two bytes of one hash

@@ -189,12 +189,23 @@ def _narrow_run(source: int, target: int, n: int, kind: int) -> None:
 
 @_plain
 def _range(values: int, n: int) -> tuple[Any, Any]:
-    v = _pointer(values, types.float32)
-    low, high = I32(0x7FFFFFFF), I32(-0x80000000)
+    """The smallest and the largest value of a group, as ordered integers.
+
+    Where both signs occur the largest bits, compared as integers with a sign, are those of the largest value, and
+    compared as integers without one those of the smallest; only a group of one sign needs them put in order.
+    """
+    v = _pointer(values, types.int32)
+    high, low = I32(-0x80000000), U32(0)
     for i in range(n):
-        o = _order(v[i])
-        low, high = min(low, o), max(high, o)
-    return low, high
+        high, low = max(high, v[i]), max(low, U32(v[i]))
+    if high >= 0 and low >= 0x80000000:
+        return _order(_float(low)), high
+    f = _pointer(values, types.float32)
+    first, last = I32(0x7FFFFFFF), I32(-0x80000000)
+    for i in range(n):
+        o = _order(f[i])
+        first, last = min(first, o), max(last, o)
+    return first, last
 
 
 @_plain
@@ -218,10 +229,9 @@ def _size(n: int, bits: int) -> int:
 
 
 @_inline
-def _code(x: Any, low: Any, inverse: Any, top: Any, random: Any) -> Any:
-    scaled = _fused(F32(I32(random)), _ULP, (x - low) * inverse)  # exact product: the rounding of a plain sum
-    scaled = scaled if scaled > _ZERO else _ZERO  # NaN (of a value outside the range) becomes 0
-    return U32(I32(scaled if scaled < top else top))
+def _sum(x: Any, low: Any, inverse: Any, word: Any, mask: Any, base: Any) -> Any:
+    """The bits of a value in steps above ``low``, plus its threshold: the code leads their mantissa."""
+    return _bits(_float((word & mask) | base) + (x - low) * inverse, U32)
 
 
 @_inline
@@ -232,20 +242,13 @@ def _part(s: Any, level: Any, inverse: Any) -> Any:
     return part if part < _ONE else _ONE
 
 
-@_inline
-def _four(v: Any, j: int, lane: int, low: Any, inverse: Any, top: Any, seed: Any, dither: Any) -> Any:
-    """The codes of the four values that share a hash, one in each byte."""
-    w = _mix(seed)
-    a = _code(v[j], low, inverse, top, ((w & 0xFF) << 16) | dither)
-    b = _code(v[j + lane], low, inverse, top, ((w & 0xFF00) << 8) | dither)
-    c = _code(v[j + 2 * lane], low, inverse, top, (w & 0xFF0000) | dither)
-    d = _code(v[j + 3 * lane], low, inverse, top, ((w >> 8) & 0xFF0000) | dither)
-    return U32(a | (b << 8) | (c << 16) | (d << 24))
-
-
 @_plain
-def _fit(values: int, source: int, n: int, bits: int, positive: int, codes: int, side: int) -> None:
-    """The side words of a group, and its codes if they are not needed or carry a bit of a constant."""
+def _fit(values: int, source: int, n: int, bits: int, positive: int, codes: int, side: int) -> Any:
+    """Writes the side words of a group, and its codes if they are not needed or carry a bit of a constant.
+
+    Returns the inverse of the step, so that no value of the group lies more than the largest code above ``low``; 0 if
+    the codes are written.
+    """
     p, words = _pointer(codes, types.uint8), _pointer(side, types.uint16)
     first, last = _positive_range(values, source, n) if positive else _range(values, n)
     if first > last:
@@ -261,12 +264,16 @@ def _fit(values: int, source: int, n: int, bits: int, positive: int, codes: int,
         words[0], words[1] = U16(exact >> 16), U16(0x8000 | ((exact & 0xFFFF) >> 1))
     elif finite and low_word & 0x7F80 != 0x7F80 and step_word < 0x7F80:
         words[0], words[1] = U16(low_word), U16(step_word)
-        return
+        extent, inverse = high - _float(U32(low_word << 16)), _ONE / _float(U32(step_word << 16))
+        while extent * inverse > F32((1 << bits) - 1):
+            inverse = _float(_bits(inverse, U32) - U32(1))
+        return inverse
     else:
         words[0], words[1], exact = U16(0x7FC0), U16(0), U32(0)
     for j in range(_size(n, bits)):
         p[j] = U8(0)
     p[0] = U8(exact & 1)
+    return _ZERO
 
 
 @_inline
@@ -312,49 +319,60 @@ def _warp(values: int, n: int, top: int, table: int, low: Any, inverse: Any, out
 
 
 @_inline
-def _spare(group: int) -> int:
-    """Bytes of scratch in which a group is encoded: codes, then warped values."""
-    return ((group + 63) & ~63) + ((4 * group + 63) & ~63)
+def _spare(groups: int, group: int) -> int:
+    """Bytes of scratch in which groups are encoded: an inverse for each, then codes and warped values of one."""
+    return 4 * groups + ((group + 63) & ~63) + ((4 * group + 63) & ~63)
 
 
 @_plain
-def _fill(values: int, n: int, bits: int, levels: int, h: Any, codes: int, side: int, scratch: int) -> None:
+def _fill(values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, codes: int, side: int, spare: int) -> None:
     """The codes of a group whose side words are known."""
-    v, words = _pointer(values, types.float32), _pointer(side, types.uint16)
-    if words[1] == 0 or words[1] & 0x8000:
-        return
-    loose = codes if bits == 8 else scratch
-    p, c = _pointer(codes, types.uint8), _pointer(loose, types.uint8)
-    low, top = _float(U32(words[0]) << 16), F32((1 << bits) - 1)
-    inverse = _ONE / _float(U32(words[1]) << 16)
+    v, p = _pointer(values, types.float32), _pointer(codes, types.uint8)
+    low = _float(U32(_pointer(side, types.uint16)[0]) << 16)
     if levels:
-        warped = scratch + ((n + 63) & ~63)
+        warped = spare + ((n + 63) & ~63)
         _warp(values, n, (1 << bits) - 1, levels, low, inverse, warped)
         v, low, inverse = _pointer(warped, types.float32), _ZERO, _ONE
     dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
-    lane = (n + 3) >> 2
+    base = U32(((127 + bits) << 23) | (dither >> U32(bits + 1)))
+    mask, lane = U32(0xFF << (15 - bits)), (n + 3) >> 2
     if bits == 2 and n & 3 == 0:
         for j in range(lane):
-            q = _four(v, j, lane, low, inverse, top, h, dither)
-            p[j] = U8(q | (q >> 6) | (q >> 12) | (q >> 18))
+            w = _mix(h)
+            a = _sum(v[j], low, inverse, U32(w << 13), mask, base)
+            b = _sum(v[j + lane], low, inverse, U32(w << 5), mask, base)
+            c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 3), mask, base)
+            d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 11), mask, base)
+            p[j] = U8((a >> 21 & 3) | (b >> 19 & 12) | (c >> 17 & 48) | (d >> 15 & 192))
             h = U32(h + _GOLDEN)
         return
     if bits == 4 and n & 3 == 0:
         for j in range(lane):
-            q = _four(v, j, lane, low, inverse, top, h, dither)
-            q |= q >> 12
-            p[j], p[j + lane] = U8(q), U8(q >> 8)
+            w = _mix(h)
+            a = _sum(v[j], low, inverse, U32(w << 11), mask, base)
+            b = _sum(v[j + lane], low, inverse, U32(w << 3), mask, base)
+            c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 5), mask, base)
+            d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 13), mask, base)
+            p[j] = U8((a >> 19 & 15) | (c >> 15 & 240))
+            p[j + lane] = U8((b >> 19 & 15) | (d >> 15 & 240))
             h = U32(h + _GOLDEN)
         return
-    full = max(n - 3 * lane, 0)
+    loose = codes if bits == 8 else spare
+    t = _pointer(loose, types.uint8)
+    full, place, shift, top = max(n - 3 * lane, 0), U32(15 - bits), U32(23 - bits), U32((1 << bits) - 1)
     for j in range(full):
-        q = _four(v, j, lane, low, inverse, top, h, dither)
-        c[j], c[j + lane], c[j + 2 * lane], c[j + 3 * lane] = U8(q), U8(q >> 8), U8(q >> 16), U8(q >> 24)
+        w = _mix(h)
+        a = _sum(v[j], low, inverse, U32(w << place), mask, base)
+        b = _sum(v[j + lane], low, inverse, U32(w >> 8 << place), mask, base)
+        c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 16 << place), mask, base)
+        d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 24 << place), mask, base)
+        t[j], t[j + lane] = U8(a >> shift & top), U8(b >> shift & top)
+        t[j + 2 * lane], t[j + 3 * lane] = U8(c >> shift & top), U8(d >> shift & top)
         h = U32(h + _GOLDEN)
     for j in range(full, lane):
         w = _mix(h)
         for e in range(j, n, lane):
-            c[e] = U8(_code(v[e], low, inverse, top, ((w & 0xFF) << 16) | dither))
+            t[e] = U8(_sum(v[e], low, inverse, U32(w << place), mask, base) >> shift & top)
             w = U32(w >> 8)
         h = U32(h + _GOLDEN)
     if bits < 8:
@@ -458,12 +476,14 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
     size, last_size = _size(group, bits), _size(rest, bits)
     per_row = full + (1 if rest else 0)
     codes += first // per_row * (full * size + last_size) + first % per_row * size
+    inverses = _pointer(scratch, types.float32)
+    spare = scratch + 4 * (last - first)
     at, byte, column = 0, 0, first % per_row
     for g in range(first, last):
         n = rest if column == full else group
         for i in range(0, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
-        _fit(values + 4 * at, source + 4 * at, n, bits, positive, codes + byte, side + 4 * g)
+        inverses[g - first] = _fit(values + 4 * at, source + 4 * at, n, bits, positive, codes + byte, side + 4 * g)
         at, byte, column = (
             at + n,
             byte + (last_size if column == full else size),
@@ -475,7 +495,9 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
         h = _mix(U32(_mix(U32(g + key)) ^ U32(key_high)))
         for i in range(64, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
-        _fill(values + 4 * at, n, bits, levels, h, codes + byte, side + 4 * g, scratch)
+        inverse = inverses[g - first]
+        if inverse > _ZERO:
+            _fill(values + 4 * at, n, bits, levels, h, inverse, codes + byte, side + 4 * g, spare)
         at, byte, column = (
             at + n,
             byte + (last_size if column == full else size),
@@ -529,7 +551,7 @@ def _decode(p: Any, values: int, first: int, last: int) -> None:
     """Groups one after another into float32 values."""
     codes, side, row, group, bits, levels = p[2], p[3], p[4], p[5], p[6] & 15, p[6] & ~15
     full, rest = row // group, row % group
-    size, last_size, mask = _size(group, bits), _size(rest, bits), (1 << bits) - 1
+    size, last_size, mask = _size(group, bits), _size(rest, bits), U32((1 << bits) - 1)
     planes = bits & (bits - 1) != 0
     per_row = full + (1 if rest else 0)
     codes += first // per_row * (full * size + last_size) + first % per_row * size
@@ -553,10 +575,18 @@ def _decode(p: Any, values: int, first: int, last: int) -> None:
             q = _pointer(values, types.int32)
             for j in range(n):
                 v[j] = low + F32(q[j]) * step
+        elif bits == 2 and n & 3 == 0:
+            for j in range(bytes_):
+                byte = U32(c[j])
+                v[j] = low + F32(I32(byte & 3)) * step
+                v[bytes_ + j] = low + F32(I32(byte >> 2 & 3)) * step
+                v[2 * bytes_ + j] = low + F32(I32(byte >> 4 & 3)) * step
+                v[3 * bytes_ + j] = low + F32(I32(byte >> 6)) * step
         else:
             for k in range(8 // bits):
+                shift = U32(k * bits)
                 for j in range(min(bytes_, n - k * bytes_)):
-                    v[k * bytes_ + j] = low + F32(I32((c[j] >> (k * bits)) & mask)) * step
+                    v[k * bytes_ + j] = low + F32(I32(U32(c[j]) >> shift & mask)) * step
         values, codes, column = values + 4 * n, codes + bytes_, 0 if column + 1 == per_row else column + 1
 
 
@@ -910,8 +940,8 @@ def _kernel(function: F) -> F:
 def _kernel_quantize_groups(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _pointer(parameters, types.int64)
     x, kind, row, group = p[0], p[1], p[4], p[5]
-    wide = scratch + _spare(group)
     step = max(1, BATCH // group)
+    wide = scratch + _spare(step, group)
     for g in range(first, last, step):
         stop = min(g + step, last)
         start = _start(g, row, group)
@@ -994,8 +1024,8 @@ def _kernel_quantize_samples(parameters: int, scratch: int, first: int, last: in
     for i in range(10):
         own[i] = p[i]
     spare = scratch + 128
-    wide = spare + _spare(group)
     per_row, step = (row + group - 1) // group, max(1, BATCH // group)
+    wide = spare + _spare(step, group)
     n, codes, g = 0, p[2], first
     while g < last:
         while n < g // per_row:
@@ -1106,9 +1136,9 @@ def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int
     low, depth, shape, per_slab = p[10], p[11], (p[12], p[13], p[14], p[15], p[16]), p[17]
     length, block, slabs = p[12] * p[13] * p[14], p[15], -(-depth // p[15])
     even = p[12] == 1 and p[14] == 1 and block == 8
-    # Scratch: codes of a group, sums and means of a slab, widened slabs, residual, widened source.
+    # Scratch: what groups need, sums and means of a slab, widened slabs, residual, widened source.
     room = BATCH + block * length
-    sums = scratch + _spare(group)
+    sums = scratch + _spare(room + group, group)
     slab = sums + 4 * (length + per_slab)
     residual = slab + 4 * (room + 8)
     wide = residual + 4 * (room + group)

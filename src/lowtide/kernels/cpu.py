@@ -184,7 +184,7 @@ def quantize_groups(
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
     _run(
-        "quantize_groups", sizes[0], numel, 5 * group + 4 * max(group, BATCH) + 192,
+        "quantize_groups", sizes[0], numel, 5 * group + 4 * max(group, BATCH) + 4 * BATCH + 192,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
     )  # fmt: skip
@@ -244,7 +244,7 @@ def quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bo
     side = torch.empty(2 * groups, dtype=torch.int16)
     group = min(group, row)
     _run(
-        "quantize_samples", groups, numel, 5 * group + 4 * max(group, BATCH) + 320,
+        "quantize_samples", groups, numel, 5 * group + 4 * max(group, BATCH) + 4 * BATCH + 320,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, bits.data_ptr(),
     )  # fmt: skip
@@ -367,7 +367,7 @@ def quantize_blocks(
     group = min(group, row)
     _, slab, shape = _slabs(geometry, block)
     _run(
-        "quantize_blocks", sizes[0], numel, 20 * slab + 13 * group + 20 * BATCH + 320,
+        "quantize_blocks", sizes[0], numel, 24 * slab + 17 * group + 24 * BATCH + 320,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
         low.data_ptr(), *shape, numel,

@@ -14,14 +14,17 @@ Numbers written once, used by every backend
               keeps its 32-bit value in the remaining 31 bits and the first code's lowest bit, so it
               decodes exactly. A group with a value that is not finite, or with a range beyond
               float32, keeps ``low = NaN`` and decodes to NaN.
-    Rounding. ``code = clamp(floor((x - low) * (1 / step) + u), 0, 2**bits - 1)`` with ``u`` uniform
-              on [0, 1): unbiased with respect to the *stored* low and step.
+    Rounding. ``code = floor((x - low) * inverse + u)`` with ``u`` uniform on [0, 1): unbiased with respect to the
+              *stored* low and step. ``inverse`` is the float32 nearest to ``1 / step``, or the largest below it that
+              leaves no value of the group above the largest code. The sum is taken from ``2**bits`` on, so that the
+              code is in the first bits of its mantissa and nothing has to be clamped or converted. Codes of
+              values that set no range mean nothing.
     Levels.   Values between neighbours that need not be even. With ``L`` in units of the step (from 0 to
               ``2**bits - 1``) the sum of ``clamp((s - L[i]) * (1 / (L[i + 1] - L[i])), 0, 1)`` over ``i`` in order
-              takes the place of ``s = (x - low) * (1 / step)``, and ``L[code]`` that of the code: unbiased again.
-    Random.   ``u = (256 * 256 * byte + dither) / 2**24``. ``byte`` comes from one 32-bit hash for
-              four values of the group, ``dither`` (16 bits) from one hash for the group; so each
-              ``u`` is uniform on a grid of 2**-24 at the cost of a quarter hash.
+              takes the place of ``s = (x - low) * inverse``, and ``L[code]`` that of the code: unbiased again.
+    Random.   ``u = (2**(15 - bits) * byte + dither) / 2**(23 - bits)``. ``byte`` comes from one 32-bit hash for
+              four values of the group, ``dither`` (``15 - bits`` bits) from one hash for the group; so each
+              ``u`` is uniform on the grid of the sum's mantissa at the cost of a quarter hash.
               Only 32-bit integer arithmetic, so Numba and Triton compute the same.
 """
 
@@ -58,14 +61,14 @@ def _group_hash(first: int, count: int, key: int, device: torch.device) -> Tenso
     return mix(mix((index + (key & _WORD)) & _WORD) ^ ((key >> 32) & _WORD))
 
 
-def _uniform(groups: Tensor, n: int) -> Tensor:
-    """One ``u`` for each of the ``n`` values of each group: shape (len(groups), n), float32."""
+def _thresholds(groups: Tensor, n: int, bits: int) -> Tensor:
+    """``2**bits + u`` for each of the ``n`` values of each group: shape (len(groups), n), float32."""
     lane = -(-n // 4)
     j = torch.arange(lane, dtype=torch.int64, device=groups.device)
     words = mix((groups[:, None] + j * _GOLDEN) & _WORD)
     byte = torch.cat([(words >> (8 * k)) & 0xFF for k in range(4)], dim=1)[:, :n]
-    dither = (mix(groups ^ _DITHER) >> 16)[:, None]
-    return (byte * 65536 + dither).to(torch.float32) * 2.0**-24
+    dither = (mix(groups ^ _DITHER) >> (17 + bits))[:, None]
+    return _from_bits(((127 + bits) << 23) | (byte << (15 - bits)) | dither)
 
 
 # ---------------------------------------------------------------- groups
@@ -167,6 +170,14 @@ def _between(s: Tensor, levels: Tensor) -> Tensor:
     return total
 
 
+def _inverse(extent: Tensor, step: Tensor, top: float) -> Tensor:
+    """Of each step, the largest that takes ``extent`` to no more than ``top``."""
+    inverse = 1.0 / step
+    while bool((above := extent * inverse > top).any()):
+        inverse = torch.where(above, _from_bits(_bits(inverse) - 1), inverse)
+    return inverse
+
+
 def _quantize_tile(
     x: Tensor, keep: Tensor | None, groups: Tensor, bits: int, levels: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -180,12 +191,11 @@ def _quantize_tile(
     constant = low == high
     bad = ~(torch.isfinite(low_kept) & torch.isfinite(step)) & ~(constant & torch.isfinite(low))
 
-    scaled = (x - low_kept[:, None]) * (1.0 / step)[:, None]
+    scaled = (x - low_kept[:, None]) * _inverse((high - low_kept).masked_fill(bad, 0.0), step, top)[:, None]
     if levels is not None:
         scaled = _between(scaled, levels)
-    scaled = scaled + _uniform(groups, x.shape[1])
-    plain = ~(bad | constant)
-    codes = torch.where(plain[:, None], scaled, 0.0).floor_().clamp_(0.0, top).to(torch.uint8)
+    codes = (_bits(scaled + _thresholds(groups, x.shape[1], bits)) >> (23 - bits)) & (2**bits - 1)
+    codes = codes.masked_fill_((bad | constant)[:, None], 0).to(torch.uint8)
 
     exact = _bits(low)
     codes[:, 0] = torch.where(constant & ~bad, exact & 1, codes[:, 0]).to(torch.uint8)

@@ -14,6 +14,7 @@ How it is built
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, TypeVar, cast
@@ -28,6 +29,7 @@ ir: Any = import_module("llvmlite.ir")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+USUAL = 256  # values of a group for which loops of known length are compiled
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 E4M3, E5M2 = 0, 1
 
@@ -187,23 +189,30 @@ def _narrow_run(source: int, target: int, n: int, kind: int) -> None:
 # ---------------------------------------------------------------- one group
 
 
+@_inline
+def _extremes(values: int, n: int) -> tuple[Any, Any]:
+    """The largest bits as integers without and with a sign."""
+    v = _pointer(values, types.int32)
+    low, high = U32(0), I32(-0x80000000)
+    for i in range(n):
+        low, high = max(low, U32(v[i])), max(high, v[i])
+    return low, high
+
+
 @_plain
 def _range(values: int, n: int) -> tuple[Any, Any]:
     """The smallest and the largest value of a group, as ordered integers.
 
-    Where both signs occur the largest bits, compared as integers with a sign, are those of the largest value, and
-    compared as integers without one those of the smallest; only a group of one sign needs them put in order.
+    Where both signs occur they have the largest bits, compared without and with a sign; only a group of one sign
+    needs its bits put in order.
     """
-    v = _pointer(values, types.int32)
-    high, low = I32(-0x80000000), U32(0)
-    for i in range(n):
-        high, low = max(high, v[i]), max(low, U32(v[i]))
+    low, high = _extremes(values, USUAL) if n == USUAL else _extremes(values, n)
     if high >= 0 and low >= 0x80000000:
         return _order(_float(low)), high
-    f = _pointer(values, types.float32)
+    v = _pointer(values, types.float32)
     first, last = I32(0x7FFFFFFF), I32(-0x80000000)
     for i in range(n):
-        o = _order(f[i])
+        o = _order(v[i])
         first, last = min(first, o), max(last, o)
     return first, last
 
@@ -243,37 +252,36 @@ def _part(s: Any, level: Any, inverse: Any) -> Any:
 
 
 @_plain
-def _fit(values: int, source: int, n: int, bits: int, positive: int, codes: int, side: int) -> Any:
-    """Writes the side words of a group, and its codes if they are not needed or carry a bit of a constant.
+def _fit(groups: int, bits: int, ends: int, side: int) -> None:
+    """The side words of groups whose ends are known, smallest values first, then largest.
 
-    Returns the inverse of the step, so that no value of the group lies more than the largest code above ``low``; 0 if
-    the codes are written.
+    In their place come the inverses of the steps, 0.0 for a group without codes, then what such a group keeps in its
+    first code, or else the distance from ``low`` to the largest. One loop over all: alone, the divisions of a group
+    would take as long as its values.
     """
-    p, words = _pointer(codes, types.uint8), _pointer(side, types.uint16)
-    first, last = _positive_range(values, source, n) if positive else _range(values, n)
-    if first > last:
-        first, last = I32(0), I32(0)
-    finite = last < 0x7F800000 and first >= -0x7F800000
-    low, high = _value(first) + _ZERO, _value(last) + _ZERO
-    exact = _bits(low, U32)
-    low_word = U32((exact >> 16) + (1 if exact >> 31 and exact & 0xFFFF else 0))
-    step = (high - _float(U32(low_word << 16))) / F32((1 << bits) - 1)
-    step_bits = _bits(step if step > _SMALLEST_STEP else _SMALLEST_STEP, U32)
-    step_word = U32((step_bits >> 16) + (1 if step_bits & 0xFFFF else 0))
-    if finite and low == high:
-        words[0], words[1] = U16(exact >> 16), U16(0x8000 | ((exact & 0xFFFF) >> 1))
-    elif finite and low_word & 0x7F80 != 0x7F80 and step_word < 0x7F80:
-        words[0], words[1] = U16(low_word), U16(step_word)
-        extent, inverse = high - _float(U32(low_word << 16)), _ONE / _float(U32(step_word << 16))
-        while extent * inverse > F32((1 << bits) - 1):
-            inverse = _float(_bits(inverse, U32) - U32(1))
-        return inverse
-    else:
-        words[0], words[1], exact = U16(0x7FC0), U16(0), U32(0)
-    for j in range(_size(n, bits)):
-        p[j] = U8(0)
-    p[0] = U8(exact & 1)
-    return _ZERO
+    first, last = _pointer(ends, types.int32), _pointer(ends + 4 * groups, types.int32)
+    inverses, rest = _pointer(ends, types.float32), _pointer(ends + 4 * groups, types.uint32)
+    words, top = _pointer(side, types.uint32), F32((1 << bits) - 1)
+    for g in range(groups):
+        none = first[g] > last[g]
+        smallest, largest = I32(0) if none else first[g], I32(0) if none else last[g]
+        finite = (largest < 0x7F800000) & (smallest >= -0x7F800000)
+        low, high = _value(smallest) + _ZERO, _value(largest) + _ZERO
+        exact = _bits(low, U32)
+        away = (exact >> U32(31)) & U32((exact & 0xFFFF) != 0)
+        low_word = U32((exact >> _S16) + away)
+        extent = high - _float(U32(low_word << _S16))
+        step = extent / top
+        step_bits = _bits(step if step > _SMALLEST_STEP else _SMALLEST_STEP, U32)
+        step_word = U32((step_bits >> _S16) + U32((step_bits & 0xFFFF) != 0))
+        constant = finite & (low == high)
+        coded = finite & (low != high) & ((low_word & 0x7F80) != 0x7F80) & (step_word < 0x7F80)
+        lower = U32(exact >> _S16) if constant else U32(0x7FC0)
+        upper = U32(0x8000 | ((exact & 0xFFFF) >> U32(1))) if constant else U32(0)
+        lower, upper = low_word if coded else lower, step_word if coded else upper
+        words[g] = U32((upper << _S16) | lower)
+        inverses[g] = _ONE / _float(U32(step_word << _S16)) if coded else _ZERO
+        rest[g] = _bits(extent, U32) if coded else (U32(exact & 1) if constant else U32(0))
 
 
 @_inline
@@ -320,8 +328,20 @@ def _warp(values: int, n: int, top: int, table: int, low: Any, inverse: Any, out
 
 @_inline
 def _spare(groups: int, group: int) -> int:
-    """Bytes of scratch in which groups are encoded: an inverse for each, then codes and warped values of one."""
-    return 4 * groups + ((group + 63) & ~63) + ((4 * group + 63) & ~63)
+    """Bytes of scratch in which groups are encoded: two words for each, then codes and warped values of one."""
+    return 8 * groups + ((group + 63) & ~63) + ((4 * group + 63) & ~63)
+
+
+@_inline
+def _fill_two(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, mask: Any, base: Any) -> None:
+    for j in range(lane):
+        w = _mix(h)
+        a = _sum(v[j], low, inverse, U32(w << 13), mask, base)
+        b = _sum(v[j + lane], low, inverse, U32(w << 5), mask, base)
+        c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 3), mask, base)
+        d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 11), mask, base)
+        p[j] = U8((a >> 21 & 3) | (b >> 19 & 12) | (c >> 17 & 48) | (d >> 15 & 192))
+        h = U32(h + _GOLDEN)
 
 
 @_plain
@@ -336,15 +356,11 @@ def _fill(values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, cod
     dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
     base = U32(((127 + bits) << 23) | (dither >> U32(bits + 1)))
     mask, lane = U32(0xFF << (15 - bits)), (n + 3) >> 2
+    if bits == 2 and n == USUAL:
+        _fill_two(v, p, USUAL // 4, low, inverse, h, mask, base)
+        return
     if bits == 2 and n & 3 == 0:
-        for j in range(lane):
-            w = _mix(h)
-            a = _sum(v[j], low, inverse, U32(w << 13), mask, base)
-            b = _sum(v[j + lane], low, inverse, U32(w << 5), mask, base)
-            c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 3), mask, base)
-            d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 11), mask, base)
-            p[j] = U8((a >> 21 & 3) | (b >> 19 & 12) | (c >> 17 & 48) | (d >> 15 & 192))
-            h = U32(h + _GOLDEN)
+        _fill_two(v, p, lane, low, inverse, h, mask, base)
         return
     if bits == 4 and n & 3 == 0:
         for j in range(lane):
@@ -476,33 +492,38 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
     size, last_size = _size(group, bits), _size(rest, bits)
     per_row = full + (1 if rest else 0)
     codes += first // per_row * (full * size + last_size) + first % per_row * size
-    inverses = _pointer(scratch, types.float32)
-    spare = scratch + 4 * (last - first)
-    at, byte, column = 0, 0, first % per_row
-    for g in range(first, last):
+    groups = last - first
+    spare = scratch + 8 * groups
+    low, high = _pointer(scratch, types.int32), _pointer(scratch + 4 * groups, types.int32)
+    at, column = 0, first % per_row
+    for g in range(groups):
         n = rest if column == full else group
         for i in range(0, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
-        inverses[g - first] = _fit(values + 4 * at, source + 4 * at, n, bits, positive, codes + byte, side + 4 * g)
-        at, byte, column = (
-            at + n,
-            byte + (last_size if column == full else size),
-            0 if column + 1 == per_row else column + 1,
-        )
-    at, byte, column = 0, 0, first % per_row
-    for g in range(first, last):
-        n = rest if column == full else group
-        h = _mix(U32(_mix(U32(g + key)) ^ U32(key_high)))
+        if positive:
+            low[g], high[g] = _positive_range(values + 4 * at, source + 4 * at, n)
+        else:
+            low[g], high[g] = _range(values + 4 * at, n)
+        at, column = at + n, 0 if column + 1 == per_row else column + 1
+    _fit(groups, bits, scratch, side + 4 * first)
+    inverses, extents = _pointer(scratch, types.float32), _pointer(scratch + 4 * groups, types.float32)
+    at, column, top = 0, first % per_row, F32((1 << bits) - 1)
+    for g in range(groups):
+        n, bytes_ = (rest, last_size) if column == full else (group, size)
         for i in range(64, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
-        inverse = inverses[g - first]
+        inverse = inverses[g]
         if inverse > _ZERO:
-            _fill(values + 4 * at, n, bits, levels, h, inverse, codes + byte, side + 4 * g, spare)
-        at, byte, column = (
-            at + n,
-            byte + (last_size if column == full else size),
-            0 if column + 1 == per_row else column + 1,
-        )
+            while extents[g] * inverse > top:
+                inverse = _float(_bits(inverse, U32) - U32(1))
+            h = _mix(U32(_mix(U32(first + g + key)) ^ U32(key_high)))
+            _fill(values + 4 * at, n, bits, levels, h, inverse, codes, side + 4 * (first + g), spare)
+        else:
+            c = _pointer(codes, types.uint8)
+            for j in range(bytes_):
+                c[j] = U8(0)
+            c[0] = U8(_bits(extents[g], U32))
+        at, codes, column = at + n, codes + bytes_, 0 if column + 1 == per_row else column + 1
 
 
 @_inline
@@ -546,6 +567,16 @@ def _decode_levels(codes: int, n: int, bits: int, table: int, low: Any, step: An
         v[j] = low + t[q[j]] * step
 
 
+@_inline
+def _decode_two(c: Any, v: Any, lane: int, low: Any, step: Any) -> None:
+    for j in range(lane):
+        byte = U32(c[j])
+        v[j] = low + F32(I32(byte & 3)) * step
+        v[lane + j] = low + F32(I32(byte >> 2 & 3)) * step
+        v[2 * lane + j] = low + F32(I32(byte >> 4 & 3)) * step
+        v[3 * lane + j] = low + F32(I32(byte >> 6)) * step
+
+
 @_plain
 def _decode(p: Any, values: int, first: int, last: int) -> None:
     """Groups one after another into float32 values."""
@@ -575,13 +606,10 @@ def _decode(p: Any, values: int, first: int, last: int) -> None:
             q = _pointer(values, types.int32)
             for j in range(n):
                 v[j] = low + F32(q[j]) * step
+        elif bits == 2 and n == USUAL:
+            _decode_two(c, v, USUAL // 4, low, step)
         elif bits == 2 and n & 3 == 0:
-            for j in range(bytes_):
-                byte = U32(c[j])
-                v[j] = low + F32(I32(byte & 3)) * step
-                v[bytes_ + j] = low + F32(I32(byte >> 2 & 3)) * step
-                v[2 * bytes_ + j] = low + F32(I32(byte >> 4 & 3)) * step
-                v[3 * bytes_ + j] = low + F32(I32(byte >> 6)) * step
+            _decode_two(c, v, bytes_, low, step)
         else:
             for k in range(8 // bits):
                 shift = U32(k * bits)
@@ -726,26 +754,29 @@ def _lanes(builder: Any, address: Any) -> Any:
 
 
 def _down(builder: Any, rows: Any, count: Any, visit: Callable[[Any], None]) -> None:
-    """Code that visits each row: written out if their number is known to the compiler, a loop if it is not."""
+    """Code that visits each of up to eight rows, written out: a loop this short costs more than its work."""
     if isinstance(count, types.IntegerLiteral):
         for r in range(count.literal_value):
             visit(ir.Constant(ir.IntType(64), r))
-    else:
-        with cgutils.for_range(builder, rows) as loop:
-            visit(loop.index)
+        return
+    with contextlib.ExitStack() as nested:
+        for r in range(8):
+            row = ir.Constant(ir.IntType(64), r)
+            if r:
+                nested.enter_context(builder.if_then(builder.icmp_signed("<", row, rows)))
+            visit(row)
 
 
 @_intrinsic
-def _lane_sum(typing: Any, address: Any, rows: Any, stride: Any, wide: Any) -> Any:
-    """The sum of ``rows`` rows, ``stride`` bytes apart, of ``wide`` values: rows first, then columns, each in order.
+def _lane_sums(typing: Any, address: Any, rows: Any, stride: Any, wide: Any, target: Any) -> Any:
+    """Eight columns, each summed over ``rows`` rows that lie ``stride`` bytes apart; 0.0 from column ``wide`` on.
 
-    Eight columns at once by hand: the order of the sums is fixed, which keeps a compiler from finding them. Always
-    loads eight.
+    In vectors by hand: the order of the sums is fixed, which keeps a compiler from finding them. Always loads eight.
     """
     whole = isinstance(wide, types.IntegerLiteral)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, count, stride, wide = arguments
+        address, count, stride, wide, target = arguments
         sums = cgutils.alloca_once_value(builder, ir.Constant(_LANES, [0.0] * 8))
 
         def visit(r: Any) -> None:
@@ -753,7 +784,7 @@ def _lane_sum(typing: Any, address: Any, rows: Any, stride: Any, wide: Any) -> A
             builder.store(builder.fadd(builder.load(sums), row), sums)
 
         _down(builder, count, rows, visit)
-        columns, total = builder.load(sums), ir.Constant(ir.FloatType(), 0.0)
+        columns = builder.load(sums)
         if not whole:
             word = ir.VectorType(ir.IntType(64), 8)
             given = ir.Constant(word, ir.Undefined)
@@ -761,11 +792,10 @@ def _lane_sum(typing: Any, address: Any, rows: Any, stride: Any, wide: Any) -> A
                 given = builder.insert_element(given, wide, ir.Constant(ir.IntType(32), k))
             mask = builder.icmp_unsigned("<", ir.Constant(word, list(range(8))), given)
             columns = builder.select(mask, columns, ir.Constant(_LANES, [0.0] * 8))
-        for k in range(8):  # the zeros behind a narrow row change no sum
-            total = builder.fadd(total, builder.extract_element(columns, ir.Constant(ir.IntType(32), k)))
-        return total
+        builder.store(columns, builder.inttoptr(target, _LANES.as_pointer()), align=4)
+        return context.get_dummy_value()
 
-    return types.float32(types.int64, rows, types.int64, wide), generate
+    return types.void(types.int64, rows, types.int64, wide, types.int64), generate
 
 
 @_intrinsic
@@ -790,36 +820,56 @@ def _lane_add(typing: Any, address: Any, rows: Any, stride: Any, value: Any, tar
     return types.void(types.int64, rows, types.int64, types.float32, types.int64), generate
 
 
-@_inline
-def _split_block(x: int, rows: Any, stride: int, wide: Any, count: Any, low: Any, at: int, residual: int) -> None:
-    """The mean of a block, kept in bfloat16, and the block less what was kept."""
-    word = _narrow(_lane_sum(x, rows, stride, wide) / count, BFLOAT16)
-    low[at] = word
-    _lane_add(x, rows, stride, -_widen(word, BFLOAT16), residual)
-
-
 @_plain
-def _split(x: int, n: int, line: int, depth: int, width: int, low: int, residual: int) -> None:
+def _split(x: int, n: int, line: int, depth: int, width: int, low: int, residual: int, scratch: int, most: int) -> None:
     """Means of blocks of eight by eight, and the differences to them, of ``n`` values in whole slabs.
 
-    The last, narrow block of a slab comes first: what it stores beyond its rows is overwritten by what follows.
-    Up to seven values beyond the ``n`` are read, and as many beyond their differences overwritten.
+    All columns first, then all means (they fill vectors only together), then all differences. In ``scratch`` up to
+    ``most`` blocks have eight column sums, a number of values and a mean. The last, narrow block of a slab is
+    subtracted first: what it stores beyond its rows is overwritten by what follows. Up to seven values beyond the
+    ``n`` are read, and as many beyond their differences overwritten.
     """
     full, wide, stride = width >> 3, width & 7, 4 * width
-    end = x + 4 * n
-    while x < end:
+    sums, counts, means = scratch, scratch + 32 * most, scratch + 36 * most
+    s, c, m = _pointer(sums, types.float32), _pointer(counts, types.float32), _pointer(means, types.float32)
+    at, first, end, blocks = x, line, x + 4 * n, 0
+    while at < end:
         lines = min(8, depth - line)
-        m = _pointer(low, types.uint16)
-        if wide:
-            _split_block(x + 32 * full, lines, stride, wide, F32(lines * wide), m, full, residual + 32 * full)
         if lines == 8:
             for b in range(full):
-                _split_block(x + 32 * b, 8, stride, 8, F32(64), m, b, residual + 32 * b)
+                _lane_sums(at + 32 * b, 8, stride, 8, sums + 32 * (blocks + b))
         else:
             for b in range(full):
-                _split_block(x + 32 * b, lines, stride, 8, F32(8 * lines), m, b, residual + 32 * b)
-        x, residual, line = x + lines * stride, residual + lines * stride, _next(line, lines, depth)
-        low += 2 * (full + (1 if wide else 0))
+                _lane_sums(at + 32 * b, lines, stride, 8, sums + 32 * (blocks + b))
+        for b in range(blocks, blocks + full):
+            c[b] = F32(8 * lines)
+        blocks += full
+        if wide:
+            _lane_sums(at + 32 * full, lines, stride, wide, sums + 32 * blocks)
+            c[blocks] = F32(lines * wide)
+            blocks += 1
+        at, line = at + lines * stride, _next(line, lines, depth)
+    words = _pointer(low, types.uint16)
+    for b in range(blocks):
+        total = _ZERO + s[8 * b]
+        for k in range(1, 8):  # the zeros behind a narrow row change no sum
+            total += s[8 * b + k]
+        word = _narrow(total / c[b], BFLOAT16)
+        words[b] = word
+        m[b] = -_widen(word, BFLOAT16)
+    at, line, blocks = x, first, 0
+    while at < end:
+        lines = min(8, depth - line)
+        if wide:
+            _lane_add(at + 32 * full, lines, stride, m[blocks + full], residual + 32 * full)
+        if lines == 8:
+            for b in range(full):
+                _lane_add(at + 32 * b, 8, stride, m[blocks + b], residual + 32 * b)
+        else:
+            for b in range(full):
+                _lane_add(at + 32 * b, lines, stride, m[blocks + b], residual + 32 * b)
+        at, residual, line = at + lines * stride, residual + lines * stride, _next(line, lines, depth)
+        blocks += full + (1 if wide else 0)
 
 
 @_plain
@@ -1136,18 +1186,17 @@ def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int
     low, depth, shape, per_slab = p[10], p[11], (p[12], p[13], p[14], p[15], p[16]), p[17]
     length, block, slabs = p[12] * p[13] * p[14], p[15], -(-depth // p[15])
     even = p[12] == 1 and p[14] == 1 and block == 8
-    # Scratch: what groups need, sums and means of a slab, widened slabs, residual, widened source.
+    # Scratch: what groups need, sums and means, widened slabs, widened source, the rest of a group, differences.
     room = BATCH + block * length
     sums = scratch + _spare(room + group, group)
-    slab = sums + 4 * (length + per_slab)
-    residual = slab + 4 * (room + 8)
-    wide = residual + 4 * (room + group)
-    d = _pointer(residual, types.float32)
+    slab = sums + 4 * (length + per_slab) + 40 * p[19]
+    wide = slab + 4 * (room + 8)
+    fresh = (wide + 4 * (room + group) + 4 * group + 63) & ~63
     begin, end = _start(first, row, group), _start(last, row, group)
     at = begin // (depth * length) * slabs + begin % (depth * length) // (block * length)
     line = at % slabs * block
     start = (at // slabs * depth + line) * length
-    g, have, done = first, 0, begin - start
+    g, left, skip = first, 0, begin - start
     while g < last:
         n, count, after = _batch(start, line, end, depth, block, length)
         source, means = x + 4 * start, low + 2 * at * per_slab
@@ -1159,23 +1208,21 @@ def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int
             _copy_run(x + 4 * start, slab, n, 0, 0)
         # A slab that the range before began gets its means twice, the same ones.
         if even:
-            _split(source, n, line, depth, length, means, residual + 4 * have)
+            _split(source, n, line, depth, length, means, fresh, sums, p[19])
         else:
-            _split_any(source, n, line, depth, shape, sums, means, residual + 4 * have)
-        start, line, at, have = start + n, after, at + count, have + n
-        where = start - have + done
+            _split_any(source, n, line, depth, shape, sums, means, fresh)
+        start, line, at = start + n, after, at + count
+        where = start - n - left + skip
         stop = min(last, _group_at(start, row, group))
-        n = _start(stop, row, group) - where
+        now = _start(stop, row, group) - where
         counts = x + 4 * where
         if kind != FLOAT32 and positive:
             counts = wide
-            _widen_run(x + 2 * where, wide, n, kind)
-        _encode(p, residual + 4 * done, counts, g, stop, scratch, x + 4 * start if kind == FLOAT32 else 0)
-        g, done = stop, done + n
-        have -= done
-        for j in range(have):
-            d[j] = d[done + j]
-        done = 0
+            _widen_run(x + 2 * where, wide, now, kind)
+        ahead = x + 4 * start if kind == FLOAT32 else 0
+        _encode(p, fresh + 4 * (skip - left), counts, g, stop, scratch, ahead)
+        g, left, skip = stop, start - where - now, 0
+        _copy_run(fresh + 4 * (n - left), fresh - 4 * left, left, 0, 0)  # so that differences always begin on a line
 
 
 @_kernel
@@ -1185,39 +1232,37 @@ def _kernel_dequantize_blocks(parameters: int, scratch: int, first: int, last: i
     low, depth, shape, per_slab, final = p[8], p[9], (p[10], p[11], p[12], p[13], p[14]), p[15], p[16]
     length, block, slabs = p[10] * p[11] * p[12], p[13], -(-depth // p[13])
     even = p[10] == 1 and p[12] == 1 and block == 8
-    # Scratch: means of a slab, sums, residual.
+    # Scratch: means of a slab, merged slabs, the rest of a group, differences.
     merged = scratch + 4 * per_slab
-    residual = merged + 4 * (BATCH + block * length + 8)
-    d = _pointer(residual, types.float32)
+    fresh = (merged + 4 * (BATCH + block * length + 8) + 4 * group + 63) & ~63
     at, line = first, first % slabs * block
     start = (first // slabs * depth + line) * length
     end = (last // slabs * depth + last % slabs * block) * length
     g = _group_at(start, row, group)
-    done, have = start - _start(g, row, group), 0
+    left, skip = 0, start - _start(g, row, group)
     while at < last:
         n, count, after = _batch(start, line, end, depth, block, length)
         stop = min(_group_at(start + n - 1, row, group) + 1, final)
-        _decode(p, residual + 4 * have, g, stop)
-        have += _start(stop, row, group) - _start(g, row, group) - done
+        _decode(p, fresh, g, stop)
+        decoded = _start(stop, row, group) - _start(g, row, group)
+        residual = fresh + 4 * (skip - left)
         g, means = stop, low + 2 * at * per_slab
         # Straight to its place, unless that would touch values beyond the range, which another thread writes.
         values = out + 4 * start
         if kind != FLOAT32 or at + count >= last:
             values = merged
         if even:
-            _merge(residual + 4 * done, n, line, depth, length, means, values)
+            _merge(residual, n, line, depth, length, means, values)
         else:
-            _merge_any(residual + 4 * done, n, line, depth, shape, scratch, means, values)
+            _merge_any(residual, n, line, depth, shape, scratch, means, values)
         if kind != FLOAT32:
             if support:
                 _copy_run(merged, merged, n, support, start)
             _narrow_run(merged, out + 2 * start, n, kind)
         elif support or values == merged:
             _copy_run(values, out + 4 * start, n, support, start)
-        start, line, done, have, at = start + n, after, done + n, have - n, at + count
-        for j in range(have):
-            d[j] = d[done + j]
-        done = 0
+        start, line, at, left, skip = start + n, after, at + count, left + decoded - skip - n, 0
+        _copy_run(fresh + 4 * (decoded - left), fresh - 4 * left, left, 0, 0)
 
 
 @_kernel

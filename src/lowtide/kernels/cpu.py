@@ -184,7 +184,7 @@ def quantize_groups(
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
     _run(
-        "quantize_groups", sizes[0], numel, 5 * group + 4 * max(group, BATCH) + 4 * BATCH + 192,
+        "quantize_groups", sizes[0], numel, 5 * group + 4 * max(group, BATCH) + 8 * BATCH + 192,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
     )  # fmt: skip
@@ -244,7 +244,7 @@ def quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bo
     side = torch.empty(2 * groups, dtype=torch.int16)
     group = min(group, row)
     _run(
-        "quantize_samples", groups, numel, 5 * group + 4 * max(group, BATCH) + 4 * BATCH + 320,
+        "quantize_samples", groups, numel, 5 * group + 4 * max(group, BATCH) + 8 * BATCH + 320,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, bits.data_ptr(),
     )  # fmt: skip
@@ -324,6 +324,15 @@ def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: to
     return out
 
 
+def _most_blocks(shape: tuple[int, ...]) -> int:
+    """Blocks of eight by eight in what a kernel works on at once, at most: whole maps, and a part at either end."""
+    lines, rows, width, inner, block, blocks, _ = shape
+    if rows > 1 or inner > 1 or block != 8:
+        return 0
+    maps = (BATCH + 8 * width) // (lines * width) + 2
+    return maps * -(-lines // 8) * blocks
+
+
 def _slabs(geometry: Sequence[int], block: int) -> tuple[int, int, tuple[int, ...]]:
     """Slabs, values in the largest, and (lines of a map, *shape of a line, means of a slab) for a kernel."""
     outer, s1, s2, s3, inner = geometry
@@ -366,11 +375,12 @@ def quantize_blocks(
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
     _, slab, shape = _slabs(geometry, block)
+    most = _most_blocks(shape)
     _run(
-        "quantize_blocks", sizes[0], numel, 24 * slab + 17 * group + 24 * BATCH + 320,
+        "quantize_blocks", sizes[0], numel, 28 * slab + 25 * group + 28 * BATCH + 40 * most + 384,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
-        low.data_ptr(), *shape, numel,
+        low.data_ptr(), *shape, numel, most,
     )  # fmt: skip
     return low, codes, side
 
@@ -404,7 +414,7 @@ def dequantize_blocks(
     group = min(group, row)
     slabs, slab, shape = _slabs(geometry, block)
     _run(
-        "dequantize_blocks", slabs, numel, 8 * (slab + BATCH + group) + 4 * shape[-1] + 256,
+        "dequantize_blocks", slabs, numel, 8 * (slab + BATCH) + 12 * group + 4 * shape[-1] + 320,
         out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         0 if support is None else support.data_ptr(),
         low.data_ptr(), *shape, sizes[0],

@@ -876,14 +876,14 @@ def _split(x: int, n: int, line: int, depth: int, width: int, low: int, residual
 def _merge(residual: int, n: int, line: int, depth: int, width: int, low: int, target: int) -> None:
     """The differences plus the means; reads and writes beyond them as ``_split`` does.
 
-    Wide slabs line by line, in the order memory likes; narrow ones block by block, which is less work.
+    Line by line, in the order memory likes; slabs of one block at once, which is less work.
     """
     blocks, stride = (width + 7) >> 3, 4 * width
     end = residual + 4 * n
     while residual < end:
         lines = min(8, depth - line)
         m = _pointer(low, types.uint16)
-        if width < 32:
+        if width < 8:
             for b in range(blocks - 1, -1, -1):
                 _lane_add(residual + 32 * b, lines, stride, _widen(m[b], BFLOAT16), target + 32 * b)
         else:

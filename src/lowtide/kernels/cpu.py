@@ -414,7 +414,7 @@ def dequantize_blocks(
     group = min(group, row)
     slabs, slab, shape = _slabs(geometry, block)
     _run(
-        "dequantize_blocks", slabs, numel, 8 * (slab + BATCH) + 12 * group + 4 * shape[-1] + 320,
+        "dequantize_blocks", slabs, numel, 8 * (slab + BATCH) + 12 * group + 4 * shape[-1] + 384,
         out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         0 if support is None else support.data_ptr(),
         low.data_ptr(), *shape, sizes[0],

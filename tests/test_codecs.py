@@ -1055,6 +1055,47 @@ def test_block_mean_is_unbiased(bits: int, dtype: torch.dtype) -> None:
     assert (np.abs(error.mean(0)) <= _tolerance(variance, step, COPIES, 30) + rounding).all()
 
 
+ORDERS = {
+    "contiguous": (0, 1, 2, 3),
+    "channels last": (0, 2, 3, 1),
+    "columns outermost": (3, 0, 1, 2),
+    "rows innermost": (0, 1, 3, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize(
+    "codec",
+    [GroupQuant(2, 256, "sample"), GroupQuant(4, 12), SampleQuant((2, 4, 1)), BlockMean(8, 2, 2), BlockMean(3, 2, 4)],
+    ids=_ids,
+)
+@pytest.mark.parametrize("shape", [(3, 8, 16, 24), (3, 5, 7, 11)], ids=str)
+def test_a_rectified_tensor_keeps_its_zeros_in_any_order(
+    codec: Codec, shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Bytes and support are those of a mask made apart, and what is zero stays zero where it is."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(5)).relu().to(dtype)
+    values[0, 0, 0, :3] = torch.tensor([-0.0, -1.0, 2.0**-20])
+    x = values.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+    if isinstance(codec, SampleQuant) and order[0] != 0:
+        with pytest.raises(ValueError, match="outermost"):
+            codec.encode_rectified(x, key=3)
+        return
+    mask = Mask().encode(x, key=0)
+    packed, support = codec.encode_rectified(x, key=3)
+    assert torch.equal(support, mask.buffers[0])
+    apart = codec.encode(x, key=3, support=support)
+    assert packed.meta == apart.meta
+    for ours, theirs in zip(packed.buffers, apart.buffers, strict=True):
+        assert torch.equal(ours, theirs)
+    out = packed.decode(support)
+    assert out.stride() == x.stride()
+    assert bool((out[x <= 0] == 0).all())
+    inside = (x > 0) & (out == 0)
+    assert float(inside.double().mean()) < 0.01
+
+
 def _draws(key: int, groups: int, n: int, bits: int = 2) -> Tensor:
     return reference._thresholds(reference._group_hash(0, groups, key, torch.device("cpu")), n, bits) - 2**bits
 

@@ -32,8 +32,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def assert_same(ours: Tensor | tuple[Tensor, ...], truth: Tensor | tuple[Tensor, ...], about: object) -> None:
+def assert_same(
+    ours: Tensor | tuple[Tensor, ...] | None, truth: Tensor | tuple[Tensor, ...] | None, about: object
+) -> None:
     """Equal to the bit; only which NaN a NaN is may differ (torch's own copies disagree about it)."""
+    if truth is None:
+        assert ours is None
+        return
     if isinstance(truth, tuple):
         assert isinstance(ours, tuple)
         assert len(ours) == len(truth)
@@ -81,12 +86,21 @@ def special(dtype: torch.dtype) -> Tensor:
     return x.view(-1).to(dtype)
 
 
+def supports(x: Tensor, positive: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The bits of positive values, and room for a kernel to write them."""
+    if not positive:
+        return None, None
+    support = reference.pack_band(x, 0.0, INF, False, True)
+    return support, torch.full_like(support, 0xA5)
+
+
 def check_groups(x: Tensor, row: int, group: int, bits: int, positive: bool, levels: Tensor | None = None) -> None:
     about = (x.dtype, x.numel(), row, group, bits, positive, levels)
     key = 0x1234567_89ABCDEF + row
     codes, side = reference.quantize_groups(x, row, group, bits, key, positive, levels)
-    assert_same(ops.quantize_groups(x, row, group, bits, key, positive, levels), (codes, side), about)
-    support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
+    support, mask = supports(x, positive)
+    assert_same(ops.quantize_groups(x, row, group, bits, key, positive, levels, mask), (codes, side), about)
+    assert_same(mask, support, about)
     for dtype in {x.dtype, torch.float32}:
         shape = (codes, side, x.numel(), row, group, bits, dtype, support, levels)
         assert_same(ops.dequantize_groups(*shape), reference.dequantize_groups(*shape), about)
@@ -162,8 +176,9 @@ def check_samples(x: Tensor, samples: int, group: int, positive: bool) -> None:
     about = (x.dtype, x.numel(), samples, group, positive)
     bits = (torch.arange(samples) * 5 % 8 + 1).to(torch.uint8)
     codes, side = reference.quantize_samples(x, bits, group, -77, positive)
-    assert_same(ops.quantize_samples(x, bits, group, -77, positive), (codes, side), about)
-    support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
+    support, mask = supports(x, positive)
+    assert_same(ops.quantize_samples(x, bits, group, -77, positive, mask), (codes, side), about)
+    assert_same(mask, support, about)
     for dtype in {x.dtype, torch.float32}:
         shape = (codes, side, bits, x.numel(), group, dtype, support)
         assert_same(ops.dequantize_samples(*shape), reference.dequantize_samples(*shape), about)
@@ -310,8 +325,10 @@ def check_blocks(
     for positive in (False, True):
         about = (x.dtype, geometry, block, row, group, bits, positive, levels)
         truth = reference.quantize_blocks(x, geometry, block, row, group, bits, 77, positive, levels)
-        assert_same(ops.quantize_blocks(x, geometry, block, row, group, bits, 77, positive, levels), truth, about)
-        support = reference.pack_band(x, 0.0, INF, False, True) if positive else None
+        support, mask = supports(x, positive)
+        ours = ops.quantize_blocks(x, geometry, block, row, group, bits, 77, positive, levels, mask)
+        assert_same(ours, truth, about)
+        assert_same(mask, support, about)
         shape = (*truth, geometry, block, row, group, bits, x.dtype, support, levels)
         assert_same(ops.dequantize_blocks(*shape), reference.dequantize_blocks(*shape), about)
 

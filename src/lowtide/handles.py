@@ -16,12 +16,14 @@ from torch import Tensor
 
 from . import capture, ops
 from .capture import Site
-from .codecs import BlockMean, Codec, Packed, Raw, TensorMeta
+from .codecs import BlockMean, Codec, Mask, Packed, Raw, TensorMeta
 from .codecs.base import flatten, layout_of
 from .derive import PIECE, Origin, pieces
 from .offload import fetch
 from .report import COMPRESSED, EXACT, SHARED, SiteReport
 from .rules import Need
+
+MASK = Mask()  # what backward reads of a rectified tensor
 
 
 class Row:
@@ -225,7 +227,7 @@ def changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
 
 def masks(consumer: Consumer, meta: TensorMeta) -> bool:
     """Only a mask of the very tensor tells where it is zero, and only a rectified one has no other values."""
-    return consumer.rectified and consumer.lossless is not None and consumer.view.numel == meta.numel
+    return consumer.rectified and consumer.lossless == MASK and consumer.view.numel == meta.numel
 
 
 def cut(raw: Tensor, meta: TensorMeta, offset: int) -> Tensor:

@@ -40,14 +40,15 @@ __all__ = [
 
 SCHEMAS = {
     "quantize_groups": "(Tensor x, int row, int group, int bits, int key, bool positive,"
-    " Tensor? levels=None) -> (Tensor, Tensor)",
+    " Tensor? levels=None, Tensor(a!)? mask=None) -> (Tensor, Tensor)",
     "dequantize_groups": "(Tensor codes, Tensor side, int numel, int row, int group, int bits,"
     " ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
     "quantize_blocks": "(Tensor x, int[] geometry, int block, int row, int group, int bits, int key,"
-    " bool positive, Tensor? levels=None) -> (Tensor, Tensor, Tensor)",
+    " bool positive, Tensor? levels=None, Tensor(a!)? mask=None) -> (Tensor, Tensor, Tensor)",
     "dequantize_blocks": "(Tensor low, Tensor codes, Tensor side, int[] geometry, int block, int row,"
     " int group, int bits, ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
-    "quantize_samples": "(Tensor x, Tensor bits, int group, int key, bool positive) -> (Tensor, Tensor)",
+    "quantize_samples": "(Tensor x, Tensor bits, int group, int key, bool positive,"
+    " Tensor(a!)? mask=None) -> (Tensor, Tensor)",
     "dequantize_samples": "(Tensor codes, Tensor side, Tensor bits, int numel, int group, ScalarType dtype,"
     " Tensor? support) -> Tensor",
     "range_energy": "(Tensor x, int row, int group, bool positive) -> Tensor",
@@ -80,7 +81,14 @@ def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int]:
 
 @_fake
 def _fake_quantize_groups(
-    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None = None
+    x: Tensor,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     codes, side = _sizes(x.numel(), row, group, bits)
     return x.new_empty(codes, dtype=torch.uint8), x.new_empty(side, dtype=torch.int16)
@@ -102,7 +110,9 @@ def _fake_dequantize_groups(
 
 
 @_fake
-def _fake_quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+def _fake_quantize_samples(
+    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     size = torch.library.get_ctx().new_dynamic_size()  # the bits are data
     row = x.numel() // max(1, bits.numel())
     words = bits.numel() * groups_in_row(row, group) * 2
@@ -160,6 +170,7 @@ def _fake_quantize_blocks(
     key: int,
     positive: bool,
     levels: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     low = x.new_empty(_low_numel(geometry, block), dtype=torch.bfloat16)
     codes, side = _sizes(x.numel(), row, group, bits)
@@ -218,9 +229,7 @@ quantize_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_grou
 dequantize_groups: Callable[..., Tensor] = _namespace.dequantize_groups.default
 quantize_blocks: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.quantize_blocks.default
 dequantize_blocks: Callable[..., Tensor] = _namespace.dequantize_blocks.default
-quantize_samples: Callable[[Tensor, Tensor, int, int, bool], tuple[Tensor, Tensor]] = (
-    _namespace.quantize_samples.default
-)
+quantize_samples: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_samples.default
 dequantize_samples: Callable[..., Tensor] = _namespace.dequantize_samples.default
 range_energy: Callable[[Tensor, int, int, bool], Tensor] = _namespace.range_energy.default
 cast_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.cast_groups.default

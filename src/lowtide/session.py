@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from . import capture, kernels
 from .capture import Capture, Site, Slot
 from .codecs import FLOATS, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
+from .codecs.base import layout_of
 from .derive import Origin, origin_of
 from .handles import (
+    MASK,
     Consumer,
     Handle,
     Part,
@@ -477,19 +479,23 @@ class Session:
             self._without_data = True
             form = _SHAPE_ONLY.encode(tensor, key=0)
             return Part(None if codec is None else form, dict.fromkeys(lossless, form), None)
-        packs = {exact: exact.encode(tensor, key=0) for exact in lossless} if lossless else {}
+        derived = type(codec) is Derived and handle.origin is not None
+        rectified = codec is not None and any(masks(consumer, meta) for consumer in consumers)
+        packs = {c: c.encode(tensor, key=0) for c in lossless if not rectified or derived or c != MASK}
         if codec is None:
             return Part(None, packs, None)
-        support = None
-        for consumer in consumers:
-            if masks(consumer, meta):
-                assert consumer.lossless is not None
-                support = packs[consumer.lossless].buffers[0]
-        if type(codec) is Derived and handle.origin is not None:
+        if derived:
+            assert handle.origin is not None
             handle.row.why = f"rebuilt from {described(handle.origin)}"
-            return Part(Rebuilt(handle.origin, meta), packs, support)
-        key = _signed(_site_hash(consumers[0].site) ^ handle.noise)
-        packed = codec.encode(tensor, key=key, support=support)
+            return Part(Rebuilt(handle.origin, meta), packs, packs[MASK].buffers[0] if rectified else None)
+        key, support = _signed(_site_hash(consumers[0].site) ^ handle.noise), None
+        if rectified:
+            packed, support = codec.encode_rectified(tensor, key=key)
+            packs[MASK] = Packed(
+                MASK, TensorMeta(meta.shape, layout_of(meta.shape, meta.stride).stride, meta.dtype), (support,)
+            )
+        else:
+            packed = codec.encode(tensor, key=key)
         if self._away and meta.numel >= self._min_numel:
             packed = send(packed, self.method.home)
         return Part(packed, packs, support)

@@ -19,6 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import ops
+
 
 class NotRepresentable(ValueError):
     """The tensor does not have the form this codec stores exactly; keep it as it is."""
@@ -151,6 +153,11 @@ class Codec(ABC):
     @abstractmethod
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Pack ``tensor``; never changes it and never keeps it alive."""
+
+    def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
+        """Pack a rectified tensor, and its support, which a codec may find on the way."""
+        support = ops.pack_band(flatten(tensor)[0], 0.0, math.inf, False, True)
+        return self.encode(tensor, key=key, support=support), support
 
     @abstractmethod
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:

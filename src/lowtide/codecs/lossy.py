@@ -83,11 +83,19 @@ class GroupQuant(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """With ``support`` the range of a group covers its positive values only."""
+        return self._encode(tensor, key, support is not None, None)
+
+    def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
+        """The kernel that looks for positive values leaves their bits."""
+        support = _no_bits(tensor)
+        return self._encode(tensor, key, True, support), support
+
+    def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
         require_float(tensor, self)
         flat, meta, layout = flatten(tensor)
         row = row_of(self.layout, layout, meta.numel)
         levels = _steps(self.levels, self.bits, tensor.device)
-        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, support is not None, levels)
+        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, positive, levels, mask)
         return Packed(self, meta, (codes, side))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
@@ -102,6 +110,11 @@ class GroupQuant(Codec):
         """Codes, and four bytes for each group."""
         row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
         return _quantized_nbytes(meta.numel, row, self.group, self.bits)
+
+
+def _no_bits(tensor: Tensor) -> Tensor:
+    """Room for a bit of each value."""
+    return torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
 
 
 def row_of(rule: str, layout: Layout, numel: int) -> int:
@@ -141,11 +154,19 @@ class SampleQuant(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """With ``support`` the range of a group covers its positive values only."""
+        return self._encode(tensor, key, support is not None, None)
+
+    def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
+        """The kernel that looks for positive values leaves their bits."""
+        support = _no_bits(tensor)
+        return self._encode(tensor, key, True, support), support
+
+    def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
         require_float(tensor, self)
         flat, meta, _ = flatten(tensor)
         self._require_samples(meta)
         bits = torch.tensor(self.bits, dtype=torch.uint8, device=tensor.device)
-        codes, side = ops.quantize_samples(flat, bits, self.group, key, support is not None)
+        codes, side = ops.quantize_samples(flat, bits, self.group, key, positive, mask)
         return Packed(self, meta, (codes, side, bits))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
@@ -212,6 +233,20 @@ class BlockMean(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """With ``support`` the range of a group covers the differences of positive values only."""
+        return self._encode(tensor, key, support is not None, None)
+
+    def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
+        """The kernel that looks for positive values leaves their bits, where it goes through memory in order."""
+        _, meta, _ = flatten(tensor)
+        if not self.bits or self.faithful or not meta.numel or not self._in_order(meta):
+            return super().encode_rectified(tensor, key=key)
+        support = _no_bits(tensor)
+        return self._encode(tensor, key, True, support), support
+
+    def _in_order(self, meta: TensorMeta) -> bool:
+        return _block_frame(meta.shape, meta.stride, self.dims)[0] == meta.stride
+
+    def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
         require_float(tensor, self)
         if tensor.dim() < self.dims:
             raise ValueError(f"block_mean with dims={self.dims} got a tensor of shape {tuple(tensor.shape)}")
@@ -228,9 +263,10 @@ class BlockMean(Codec):
             means = ops.block_means(flat, geometry, self.block, meta.dtype)
             means.masked_fill_(means.isinf(), torch.nan)  # a sum beyond float32, or Inf in the block
             return Packed(self, meta, (means,))
-        positive = support is not None
         levels = _steps(self.levels, self.bits, tensor.device)
-        buffers = ops.quantize_blocks(flat, geometry, self.block, row, self.group, self.bits, key, positive, levels)
+        buffers = ops.quantize_blocks(
+            flat, geometry, self.block, row, self.group, self.bits, key, positive, levels, mask
+        )  # fmt: skip
         return Packed(self, meta, buffers)
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
@@ -245,10 +281,15 @@ class BlockMean(Codec):
             flat = ops.spread_blocks(packed.buffers[0], geometry, self.block, meta.dtype)
         else:
             low, codes, side = packed.buffers
+            in_order = stride == meta.stride  # or else the bits of ``support`` are not those of the values here
             flat = ops.dequantize_blocks(
-                low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype, support,
-                _steps(self.levels, self.bits, codes.device),
+                low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype,
+                support if in_order else None, _steps(self.levels, self.bits, codes.device),
             )  # fmt: skip
+            if support is not None and not in_order:
+                values = _with_stride(flat.as_strided(meta.shape, stride), meta.stride)
+                kept = ops.unpack_band(support, meta.numel, torch.bool, True, False)
+                return values.masked_fill_(kept.as_strided(meta.shape, meta.stride).logical_not_(), 0.0)
         return _with_stride(flat.as_strided(meta.shape, stride), meta.stride)
 
     def small(self, packed: Packed) -> Tensor | None:

@@ -219,14 +219,45 @@ def _range(values: int, n: int) -> tuple[Any, Any]:
 
 @_plain
 def _positive_range(values: int, source: int, n: int) -> tuple[Any, Any]:
-    v, s = _pointer(values, types.float32), _pointer(source, types.float32)
-    low, high = I32(0x7FFFFFFF), I32(-0x80000000)
+    """The same of the values whose ``source`` is above zero, or NaN."""
+    b, v, s = _pointer(values, types.int32), _pointer(values, types.float32), _pointer(source, types.float32)
+    low, high = U32(0), I32(-0x80000000)
+    for i in range(n):
+        out = s[i] <= _ZERO
+        low, high = max(low, U32(0) if out else U32(b[i])), max(high, I32(-0x80000000) if out else b[i])
+    if high >= 0 and low >= 0x80000000:
+        return _order(_float(low)), high
+    first, last = I32(0x7FFFFFFF), I32(-0x80000000)
     for i in range(n):
         o = _order(v[i])
         out = s[i] <= _ZERO
-        low = min(low, I32(0x7FFFFFFF) if out else o)
-        high = max(high, I32(-0x80000000) if out else o)
-    return low, high
+        first = min(first, I32(0x7FFFFFFF) if out else o)
+        last = max(last, I32(-0x80000000) if out else o)
+    return first, last
+
+
+@_intrinsic
+def _above_zero(typing: Any, address: Any, lanes: Any) -> Any:
+    """A bit for each of ``lanes`` values, the first lowest: is it above zero, or NaN?"""
+    count = lanes.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.FloatType(), count)
+        values = builder.load(builder.inttoptr(arguments[0], vector.as_pointer()), align=4)
+        bits = builder.fcmp_unordered(">", values, ir.Constant(vector, [0.0] * count))
+        return builder.bitcast(bits, ir.IntType(count))
+
+    return {8: types.uint8, 16: types.uint16}[count](types.int64, lanes), generate
+
+
+@_inline
+def _mark(source: int, n: int, mask: int) -> None:
+    """The bits of ``n`` values, a multiple of eight."""
+    m, w = _pointer(mask, types.uint8), _pointer(mask, types.uint16)
+    for i in range(n >> 4):
+        w[i] = _above_zero(source + 64 * i, 16)
+    if n & 8:
+        m[n >> 3 & ~1] = _above_zero(source + 4 * (n & ~15), 8)
 
 
 @_inline
@@ -989,17 +1020,19 @@ def _kernel(function: F) -> F:
 @_kernel
 def _kernel_quantize_groups(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _pointer(parameters, types.int64)
-    x, kind, row, group = p[0], p[1], p[4], p[5]
+    x, kind, row, group, mask = p[0], p[1], p[4], p[5], p[7]
     step = max(1, BATCH // group)
     wide = scratch + _spare(step, group)
     for g in range(first, last, step):
         stop = min(g + step, last)
         start = _start(g, row, group)
-        values = x + 4 * start
+        values, n = x + 4 * start, _start(stop, row, group) - start
         if kind != FLOAT32:
             values = wide
-            _widen_run(x + 2 * start, wide, _start(stop, row, group) - start, kind)
-        _encode(p, values, values, g, stop, scratch, 0)
+            _widen_run(x + 2 * start, wide, n, kind)
+        if mask > 1:
+            _mark(values, n, mask + (start >> 3))
+        _encode(p, values, values, g, stop, scratch, values + 4 * n if kind == FLOAT32 else 0)
 
 
 @_kernel
@@ -1070,7 +1103,7 @@ def _enter_sample(p: Any, own: Any, bits: Any, n: int, codes: int) -> None:
 @_kernel
 def _kernel_quantize_samples(parameters: int, scratch: int, first: int, last: int) -> None:
     p, own = _pointer(parameters, types.int64), _pointer(scratch, types.int64)
-    x, kind, row, group, bits = p[0], p[1], p[4], p[5], _pointer(p[10], types.uint8)
+    x, kind, row, group, mask, bits = p[0], p[1], p[4], p[5], p[7], _pointer(p[10], types.uint8)
     for i in range(10):
         own[i] = p[i]
     spare = scratch + 128
@@ -1083,11 +1116,13 @@ def _kernel_quantize_samples(parameters: int, scratch: int, first: int, last: in
         _enter_sample(p, own, bits, n, codes)
         stop = min(g + step, last, (n + 1) * per_row)
         start = _start(g, row, group)
-        values = x + 4 * start
+        values, count = x + 4 * start, _start(stop, row, group) - start
         if kind != FLOAT32:
             values = wide
-            _widen_run(x + 2 * start, wide, _start(stop, row, group) - start, kind)
-        _encode(own, values, values, g, stop, spare, 0)
+            _widen_run(x + 2 * start, wide, count, kind)
+        if mask > 1:
+            _mark(values, count, mask + (start >> 3))
+        _encode(own, values, values, g, stop, spare, values + 4 * count if kind == FLOAT32 else 0)
         g = stop
 
 
@@ -1182,7 +1217,7 @@ def _merge_any(residual: int, n: int, line: int, depth: int, shape: Any, means: 
 @_kernel
 def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _pointer(parameters, types.int64)
-    x, kind, row, group, positive = p[0], p[1], p[4], p[5], p[7]
+    x, kind, row, group, mask = p[0], p[1], p[4], p[5], p[7]
     low, depth, shape, per_slab = p[10], p[11], (p[12], p[13], p[14], p[15], p[16]), p[17]
     length, block, slabs = p[12] * p[13] * p[14], p[15], -(-depth // p[15])
     even = p[12] == 1 and p[14] == 1 and block == 8
@@ -1216,9 +1251,11 @@ def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int
         stop = min(last, _group_at(start, row, group))
         now = _start(stop, row, group) - where
         counts = x + 4 * where
-        if kind != FLOAT32 and positive:
+        if kind != FLOAT32 and mask:
             counts = wide
             _widen_run(x + 2 * where, wide, now, kind)
+        if mask > 1:
+            _mark(counts, now, mask + (where >> 3))
         ahead = x + 4 * start if kind == FLOAT32 else 0
         _encode(p, fresh + 4 * (skip - left), counts, g, stop, scratch, ahead)
         g, left, skip = stop, start - where - now, 0

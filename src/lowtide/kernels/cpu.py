@@ -6,6 +6,7 @@ Imported on the first call of an operator, because importing Numba takes a secon
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 import sys
@@ -14,7 +15,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -160,6 +160,10 @@ def _packed(codes: Tensor, side: Tensor, support: Tensor | None, numel: int, siz
     )
 
 
+def _fillable(mask: Tensor | None, positive: bool, numel: int) -> bool:
+    return mask is None or (positive and _is(mask, torch.uint8, -(-numel // 8)))
+
+
 def _table(levels: Tensor | None, bits: int) -> Tensor | None:
     """Levels, then the inverse of the distance from each to the next; nothing if they are even or not sound."""
     if levels is None or levels.dtype != torch.float32 or bits > 4 or levels.shape != (2**bits,):
@@ -172,21 +176,44 @@ def _coding(bits: int, table: Tensor | None) -> int:
     return bits if table is None else bits | table.data_ptr()
 
 
+def _positive(x: Tensor, row: int, group: int, positive: bool, mask: Tensor | None) -> int:
+    """Which values set a range, in one word: 0 for all, 1 for those above zero, or where their mask goes."""
+    if mask is None:
+        return positive
+    if row % 8 == 0 and group % 8 == 0:
+        return mask.data_ptr()
+    mask.copy_(pack_band(x, 0.0, math.inf, False, True))  # a group may begin within a byte
+    return 1
+
+
 def quantize_groups(
-    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None = None
+    x: Tensor,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
     sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
-    if kind is None or sizes is None or not x.is_contiguous() or (levels is not None and table is None):
-        return reference.quantize_groups(x, row, group, bits, key, positive, levels)
+    if (
+        kind is None
+        or sizes is None
+        or not x.is_contiguous()
+        or (levels is not None and table is None)
+        or not _fillable(mask, positive, numel)
+    ):
+        return reference.quantize_groups(x, row, group, bits, key, positive, levels, mask)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
     _run(
         "quantize_groups", sizes[0], numel, 5 * group + 4 * max(group, BATCH) + 8 * BATCH + 192,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
-        positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
+        _positive(x, row, group, positive, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
     )  # fmt: skip
     return codes, side
 
@@ -233,12 +260,14 @@ def _sample_sizes(numel: int, bits: Tensor, group: int) -> tuple[int, int, int] 
     return row, samples * groups_in_row(row, group), sum(sizes[b] for b in widths)
 
 
-def quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+def quantize_samples(
+    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
     sizes = _sample_sizes(numel, bits, group)
-    if kind is None or sizes is None or not x.is_contiguous():
-        return reference.quantize_samples(x, bits, group, key, positive)
+    if kind is None or sizes is None or not x.is_contiguous() or not _fillable(mask, positive, numel):
+        return reference.quantize_samples(x, bits, group, key, positive, mask)
     row, groups, size = sizes
     codes = torch.empty(size, dtype=torch.uint8)
     side = torch.empty(2 * groups, dtype=torch.int16)
@@ -246,7 +275,7 @@ def quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bo
     _run(
         "quantize_samples", groups, numel, 5 * group + 4 * max(group, BATCH) + 8 * BATCH + 320,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
-        positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, bits.data_ptr(),
+        _positive(x, row, group, positive, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, bits.data_ptr(),
     )  # fmt: skip
     return codes, side
 
@@ -357,6 +386,7 @@ def quantize_blocks(
     key: int,
     positive: bool,
     levels: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
@@ -365,12 +395,13 @@ def quantize_blocks(
         kind is None
         or sizes is None
         or block < 1
-        or prod(geometry) != numel
+        or math.prod(geometry) != numel
         or not x.is_contiguous()
         or (levels is not None and table is None)
+        or not _fillable(mask, positive, numel)
     ):
-        return reference.quantize_blocks(x, geometry, block, row, group, bits, key, positive, levels)
-    low = torch.empty(prod(low_shape(geometry, block)), dtype=torch.bfloat16)
+        return reference.quantize_blocks(x, geometry, block, row, group, bits, key, positive, levels, mask)
+    low = torch.empty(math.prod(low_shape(geometry, block)), dtype=torch.bfloat16)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
@@ -379,7 +410,7 @@ def quantize_blocks(
     _run(
         "quantize_blocks", sizes[0], numel, 28 * slab + 25 * group + 28 * BATCH + 40 * most + 384,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
-        positive, key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
+        _positive(x, row, group, positive, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
         low.data_ptr(), *shape, numel, most,
     )  # fmt: skip
     return low, codes, side
@@ -399,13 +430,13 @@ def dequantize_blocks(
     levels: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
-    kind, numel = KINDS.get(dtype), prod(geometry)
+    kind, numel = KINDS.get(dtype), math.prod(geometry)
     sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
     if (
         kind is None
         or sizes is None
         or block < 1
-        or not _is(low, torch.bfloat16, prod(low_shape(geometry, block)))
+        or not _is(low, torch.bfloat16, math.prod(low_shape(geometry, block)))
         or not _packed(codes, side, support, numel, sizes)
         or (levels is not None and table is None)
     ):
@@ -426,9 +457,9 @@ def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dty
     """See the reference."""
     kind, out_kind = KINDS.get(x.dtype), KINDS.get(dtype)
     numel = x.numel()
-    if kind is None or out_kind is None or block < 1 or not 0 < numel == prod(geometry) or not x.is_contiguous():
+    if kind is None or out_kind is None or block < 1 or not 0 < numel == math.prod(geometry) or not x.is_contiguous():
         return reference.block_means(x, geometry, block, dtype)
-    out = torch.empty(prod(low_shape(geometry, block)), dtype=dtype)
+    out = torch.empty(math.prod(low_shape(geometry, block)), dtype=dtype)
     slabs, slab, shape = _slabs(geometry, block)
     _run(
         "block_means", slabs, numel, 12 * slab,
@@ -439,13 +470,13 @@ def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dty
 
 def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
     """See the reference."""
-    kind, out_kind, numel = KINDS.get(low.dtype), KINDS.get(dtype), prod(geometry)
+    kind, out_kind, numel = KINDS.get(low.dtype), KINDS.get(dtype), math.prod(geometry)
     if (
         kind is None
         or out_kind is None
         or block < 1
         or numel == 0
-        or not _is(low, low.dtype, prod(low_shape(geometry, block)))
+        or not _is(low, low.dtype, math.prod(low_shape(geometry, block)))
     ):
         return reference.spread_blocks(low, geometry, block, dtype)
     out = torch.empty(numel, dtype=dtype)

@@ -250,10 +250,29 @@ def _rows(x: Tensor, row: int) -> int:
 
 
 def quantize_groups(
-    x: Tensor, row: int, group: int, bits: int, key: int, positive: bool, levels: Tensor | None = None
+    x: Tensor,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes and side words of a flat tensor; with ``positive`` only values above zero set ranges."""
+    """Codes and side words of a flat tensor; with ``positive`` only values above zero set ranges.
+
+    ``mask`` is filled with their bits, as ``pack_band(x, 0, inf, False, True)`` gives them: with ``positive`` alone.
+    """
+    _fill_mask(x, positive, mask)
     return _quantize(x, x, row, group, bits, key, positive, levels)
+
+
+def _fill_mask(x: Tensor, positive: bool, mask: Tensor | None) -> None:
+    if mask is None:
+        return
+    if not positive or mask.dtype != torch.uint8 or mask.numel() != -(-x.numel() // 8):
+        raise RuntimeError(f"a mask goes with positive values and has {-(-x.numel() // 8)} bytes; got {mask.shape}")
+    mask.copy_(pack_band(x, 0.0, torch.inf, False, True).view_as(mask))
 
 
 def _quantize(
@@ -397,11 +416,15 @@ def _widths(numel: int, bits: Tensor) -> list[int]:
     return widths
 
 
-def quantize_samples(x: Tensor, bits: Tensor, group: int, key: int, positive: bool) -> tuple[Tensor, Tensor]:
+def quantize_samples(
+    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes and side words of samples (rows of one size), each with bits of its own.
 
-    The noise is that of :func:`quantize_groups` for the same groups, so are the bytes of a sample for its bits.
+    The noise is that of :func:`quantize_groups` for the same groups, so are the bytes of a sample for its bits, and
+    ``mask``.
     """
+    _fill_mask(x, positive, mask)
     widths = _widths(x.numel(), bits)
     if x.numel() == 0:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.int16)
@@ -527,8 +550,10 @@ def quantize_blocks(
     key: int,
     positive: bool,
     levels: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Block means in bfloat16 and the quantized difference to those *rounded* means."""
+    """Block means in bfloat16 and the quantized difference to those *rounded* means; ``mask`` as for groups."""
+    _fill_mask(x, positive, mask)
     outer, s1, s2, s3, inner = _geometry(geometry)
     low = block_means(x, geometry, block, torch.bfloat16)
     residual = torch.empty(x.shape, dtype=torch.float32, device=x.device)

@@ -308,6 +308,10 @@ class BlockMean(Codec):
             return 0
         if self.faithful:
             return self._faithful_nbytes(meta)
+        return self._nbytes(meta)
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - a codec is a small frozen value
+    def _nbytes(self, meta: TensorMeta) -> int:
         stride = layout_of(meta.shape, meta.stride).stride
         _, geometry, row = _block_frame(meta.shape, stride, self.dims)
         low = math.prod(ops.low_shape(geometry, self.block))

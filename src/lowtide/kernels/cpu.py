@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -144,6 +144,7 @@ def _is(tensor: Tensor, dtype: torch.dtype, numel: int) -> bool:
     return tensor.dtype == dtype and tensor.numel() == numel and tensor.is_contiguous()
 
 
+@lru_cache(maxsize=4096)
 def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int] | None:
     """Groups, and bytes of their codes."""
     if numel == 0 or row < 1 or group < 1 or numel % row or not 1 <= bits <= 8:
@@ -353,17 +354,24 @@ def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: to
     return out
 
 
-def _most_blocks(shape: tuple[int, ...]) -> int:
-    """Blocks of eight by eight in what a kernel works on at once, at most: whole maps, and a part at either end."""
-    lines, rows, width, inner, block, blocks, _ = shape
-    if rows > 1 or inner > 1 or block != 8:
-        return 0
-    maps = (BATCH + 8 * width) // (lines * width) + 2
-    return maps * -(-lines // 8) * blocks
+class _Frame(NamedTuple):
+    """Blocks of a tensor as kernels see them: slabs of up to ``block`` lines (see ``compiled``)."""
+
+    numel: int
+    means: int
+    slabs: int
+    slab: int
+    """Values of the largest slab."""
+    most: int
+    """Blocks of eight by eight worked on at once, at most: whole maps, and a part at either end; 0 for other blocks."""
+    shape: tuple[int, ...]
+    """Lines of a map, rows, width and innermost values of a line, block, blocks of a row, means of a slab."""
 
 
-def _slabs(geometry: Sequence[int], block: int) -> tuple[int, int, tuple[int, ...]]:
-    """Slabs, values in the largest, and (lines of a map, *shape of a line, means of a slab) for a kernel."""
+@lru_cache(maxsize=4096)
+def _frame(geometry: tuple[int, ...], block: int) -> _Frame | None:
+    if block < 1:
+        return None
     outer, s1, s2, s3, inner = geometry
     if s1 > 1:
         lines, rows, width = s1, s2, s3
@@ -371,9 +379,12 @@ def _slabs(geometry: Sequence[int], block: int) -> tuple[int, int, tuple[int, ..
         lines, rows, width = s2, 1, s3
     else:
         lines, rows, width = s3, 1, 1
-    blocks = -(-width // block)
+    blocks, most, numel = -(-width // block), 0, math.prod(geometry)
+    if rows == 1 and inner == 1 and block == 8 and numel:
+        most = ((BATCH + 8 * width) // (lines * width) + 2) * -(-lines // 8) * blocks
     shape = (lines, rows, width, inner, block, blocks, -(-rows // block) * blocks * inner)
-    return outer * -(-lines // block), block * rows * width * inner, shape
+    means = math.prod(low_shape(geometry, block))
+    return _Frame(numel, means, outer * -(-lines // block), block * rows * width * inner, most, shape)
 
 
 def quantize_blocks(
@@ -391,27 +402,26 @@ def quantize_blocks(
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
     sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
+    frame = _frame(tuple(geometry), block)
     if (
         kind is None
         or sizes is None
-        or block < 1
-        or math.prod(geometry) != numel
+        or frame is None
+        or frame.numel != numel
         or not x.is_contiguous()
         or (levels is not None and table is None)
         or not _fillable(mask, positive, numel)
     ):
         return reference.quantize_blocks(x, geometry, block, row, group, bits, key, positive, levels, mask)
-    low = torch.empty(math.prod(low_shape(geometry, block)), dtype=torch.bfloat16)
+    low = torch.empty(frame.means, dtype=torch.bfloat16)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
-    _, slab, shape = _slabs(geometry, block)
-    most = _most_blocks(shape)
     _run(
-        "quantize_blocks", sizes[0], numel, 28 * slab + 25 * group + 28 * BATCH + 40 * most + 384,
+        "quantize_blocks", sizes[0], numel, 28 * (frame.slab + BATCH) + 25 * group + 40 * frame.most + 384,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         _positive(x, row, group, positive, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
-        low.data_ptr(), *shape, numel, most,
+        low.data_ptr(), *frame.shape, numel, frame.most,
     )  # fmt: skip
     return low, codes, side
 
@@ -430,25 +440,25 @@ def dequantize_blocks(
     levels: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
-    kind, numel = KINDS.get(dtype), math.prod(geometry)
-    sizes, table = _sizes(numel, row, group, bits), _table(levels, bits)
+    kind, frame, table = KINDS.get(dtype), _frame(tuple(geometry), block), _table(levels, bits)
+    numel = 0 if frame is None else frame.numel
+    sizes = _sizes(numel, row, group, bits)
     if (
         kind is None
         or sizes is None
-        or block < 1
-        or not _is(low, torch.bfloat16, math.prod(low_shape(geometry, block)))
+        or frame is None
+        or not _is(low, torch.bfloat16, frame.means)
         or not _packed(codes, side, support, numel, sizes)
         or (levels is not None and table is None)
     ):
         return reference.dequantize_blocks(low, codes, side, geometry, block, row, group, bits, dtype, support, levels)
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
-    slabs, slab, shape = _slabs(geometry, block)
     _run(
-        "dequantize_blocks", slabs, numel, 8 * (slab + BATCH) + 12 * group + 4 * shape[-1] + 384,
+        "dequantize_blocks", frame.slabs, numel, 8 * (frame.slab + BATCH) + 12 * group + 4 * frame.shape[-1] + 384,
         out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
         0 if support is None else support.data_ptr(),
-        low.data_ptr(), *shape, sizes[0],
+        low.data_ptr(), *frame.shape, sizes[0],
     )  # fmt: skip
     return out
 
@@ -456,34 +466,26 @@ def dequantize_blocks(
 def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
     """See the reference."""
     kind, out_kind = KINDS.get(x.dtype), KINDS.get(dtype)
-    numel = x.numel()
-    if kind is None or out_kind is None or block < 1 or not 0 < numel == math.prod(geometry) or not x.is_contiguous():
+    frame, numel = _frame(tuple(geometry), block), x.numel()
+    if kind is None or out_kind is None or frame is None or not 0 < numel == frame.numel or not x.is_contiguous():
         return reference.block_means(x, geometry, block, dtype)
-    out = torch.empty(math.prod(low_shape(geometry, block)), dtype=dtype)
-    slabs, slab, shape = _slabs(geometry, block)
+    out = torch.empty(frame.means, dtype=dtype)
     _run(
-        "block_means", slabs, numel, 12 * slab,
-        x.data_ptr(), kind, out.data_ptr(), out_kind, *shape,
+        "block_means", frame.slabs, numel, 12 * frame.slab,
+        x.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape,
     )  # fmt: skip
     return out
 
 
 def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
     """See the reference."""
-    kind, out_kind, numel = KINDS.get(low.dtype), KINDS.get(dtype), math.prod(geometry)
-    if (
-        kind is None
-        or out_kind is None
-        or block < 1
-        or numel == 0
-        or not _is(low, low.dtype, math.prod(low_shape(geometry, block)))
-    ):
+    kind, out_kind, frame = KINDS.get(low.dtype), KINDS.get(dtype), _frame(tuple(geometry), block)
+    if kind is None or out_kind is None or frame is None or frame.numel == 0 or not _is(low, low.dtype, frame.means):
         return reference.spread_blocks(low, geometry, block, dtype)
-    out = torch.empty(numel, dtype=dtype)
-    slabs, slab, shape = _slabs(geometry, block)
+    out = torch.empty(frame.numel, dtype=dtype)
     _run(
-        "spread_blocks", slabs, numel, 12 * slab,
-        low.data_ptr(), kind, out.data_ptr(), out_kind, *shape,
+        "spread_blocks", frame.slabs, frame.numel, 12 * frame.slab,
+        low.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape,
     )  # fmt: skip
     return out
 

@@ -1434,6 +1434,7 @@ _mask = reference.pack_band(_flat, 0.0, math.inf, False, True)
 _numbers = torch.arange(120) % 4
 _geometry = (2, 1, 6, 5, 2)
 _bits = torch.tensor([1, 3, 8], dtype=torch.uint8)
+_positions = torch.arange(40) % 9
 _scodes, _sside = reference.quantize_samples(_flat, _bits, 16, 1, False)
 _FP8 = tuple(getattr(torch, n) for n in FP8)
 CALLS = {
@@ -1462,6 +1463,11 @@ CALLS = {
     "pack_band": [(_flat.to(d), -0.5, 0.5, True, False) for d in FLOATS] + [(_flat > 0, 0.0, 1.0, False, True)],
     "unpack_band": [(_mask, 120, d, 1.0, 0.0) for d in (*FLOATS, torch.bool)],
     "pack_uints": [(_numbers, 0, b) for b in (2, 4, 8, 16, 32)] + [(_numbers.int()[:7], -1, 4)],
+    "pack_taps": [(_positions, torch.arange(4) * 2, i, torch.tensor([0, 1, 5]), 9, 2) for i in (1, 5)],
+    "unpack_taps": [
+        (reference.pack_uints(_positions % 3, 0, 2), 40, torch.arange(4) * 2, i, torch.tensor([0, 1, 5]), 2)
+        for i in (1, 5)
+    ],
     "unpack_uints": [
         (reference.pack_uints(_numbers, -3, b), 120, b, -3, d)
         for b in (4, 8, 16, 32)

@@ -333,6 +333,42 @@ def check_blocks(
         assert_same(ops.dequantize_blocks(*shape), reference.dequantize_blocks(*shape), about)
 
 
+WINDOWS = [
+    # windows of a plane, values side by side, planes, taps, bits
+    ((5, 7), 1, 3, [0, 1, 9, 10], 2),
+    ((56, 56), 1, 40, [0, 1, 2, 112, 113, 114, 224, 225, 226], 4),
+    ((9, 11), 16, 50, [0, 1, 2, 24, 25, 26, 48, 49, 50], 4),
+    ((4, 4), 3, 5, list(range(0, 60, 3)), 8),
+    ((1, 1), 1, 6000, [0], 1),
+]
+
+
+@pytest.mark.parametrize(("plane", "inner", "outer", "taps", "bits"), WINDOWS, ids=str)
+def test_taps(plane: tuple[int, int], inner: int, outer: int, taps: list[int], bits: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    starts = (torch.arange(plane[0])[:, None] * 30 + torch.arange(plane[1]) * 2 - 3).reshape(-1)
+    tap = torch.randint(len(taps), (outer, starts.numel(), inner), generator=generator)
+    table = torch.tensor(taps)
+    x = (starts[:, None] + table[tap]).view(-1)
+    size = int(x.max())  # so that the last position is outside, as those before the first are
+    truth = reference.pack_taps(x, starts, inner, table, size, bits)
+    none = (x < 0) | (x >= size)
+    assert int(truth[1]) == int(none.sum()) > 0
+    assert_same(ops.pack_taps(x, starts, inner, table, size, bits), truth, "outside")
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        back = ops.unpack_taps(truth[0], x.numel(), starts, inner, table, bits)
+        assert_same(back, reference.unpack_taps(truth[0], x.numel(), starts, inner, table, bits), threads)
+        assert torch.equal(back[~none], x[~none])
+    wrong = x.clone()
+    wrong[::7] += 1
+    assert_same(
+        ops.pack_taps(wrong, starts, inner, table, size, bits),
+        reference.pack_taps(wrong, starts, inner, table, size, bits),
+        "between",
+    )
+
+
 def numel_of(geometry: tuple[int, ...]) -> int:
     return torch.Size(geometry).numel()
 

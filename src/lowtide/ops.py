@@ -26,6 +26,7 @@ __all__ = [
     "groups_in_row",
     "low_shape",
     "pack_band",
+    "pack_taps",
     "pack_uints",
     "quantize_blocks",
     "quantize_groups",
@@ -35,6 +36,7 @@ __all__ = [
     "spread_blocks",
     "uncast_groups",
     "unpack_band",
+    "unpack_taps",
     "unpack_uints",
 ]
 
@@ -60,6 +62,8 @@ SCHEMAS = {
     "unpack_band": "(Tensor mask, int numel, ScalarType dtype, float inside, float outside) -> Tensor",
     "pack_uints": "(Tensor x, int offset, int bits) -> Tensor",
     "unpack_uints": "(Tensor packed, int numel, int bits, int offset, ScalarType dtype) -> Tensor",
+    "pack_taps": "(Tensor x, Tensor starts, int inner, Tensor taps, int size, int bits) -> (Tensor, Tensor)",
+    "unpack_taps": "(Tensor packed, int numel, Tensor starts, int inner, Tensor taps, int bits) -> Tensor",
 }
 
 LIBRARY: Any = torch.library.Library("lowtide", "DEF")  # type: ignore[no-untyped-call]
@@ -224,6 +228,16 @@ def _fake_unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype
     return packed.new_empty(numel, dtype=dtype)
 
 
+@_fake
+def _fake_pack_taps(x: Tensor, starts: Tensor, inner: int, taps: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8), x.new_empty((), dtype=torch.int64)
+
+
+@_fake
+def _fake_unpack_taps(packed: Tensor, numel: int, starts: Tensor, inner: int, taps: Tensor, bits: int) -> Tensor:
+    return packed.new_empty(numel, dtype=torch.int64)
+
+
 _namespace = torch.ops.lowtide
 quantize_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_groups.default
 dequantize_groups: Callable[..., Tensor] = _namespace.dequantize_groups.default
@@ -240,3 +254,5 @@ pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pac
 unpack_band: Callable[[Tensor, int, torch.dtype, float, float], Tensor] = _namespace.unpack_band.default
 pack_uints: Callable[[Tensor, int, int], Tensor] = _namespace.pack_uints.default
 unpack_uints: Callable[[Tensor, int, int, int, torch.dtype], Tensor] = _namespace.unpack_uints.default
+pack_taps: Callable[..., tuple[Tensor, Tensor]] = _namespace.pack_taps.default
+unpack_taps: Callable[..., Tensor] = _namespace.unpack_taps.default

@@ -104,6 +104,13 @@ def flatten(tensor: Tensor) -> tuple[Tensor, TensorMeta, Layout]:
     return tensor.as_strided((meta.numel,), (1,)), meta, layout
 
 
+def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same values laid out by ``stride``; copied only if they are not so already."""
+    if tensor.stride() == stride:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """What is kept in place of a tensor; decoding needs nothing else (but ``support``, if given)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .base import Codec, NotRepresentable, Packed, TensorMeta, flatten
+from .base import Codec, NotRepresentable, Packed, TensorMeta, flatten, layout_of, with_stride
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
 
@@ -212,52 +212,44 @@ class PoolOffsets(Codec):
         """The width, which is what matters in a report."""
         return f"{self.id}({self.bits} bits)"
 
-    def _starts(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Where each window's first tap would lie in the plane, counted in values; shaped to broadcast."""
-        dims = len(self.size)
-        starts = torch.zeros((), dtype=torch.int64, device=device)
+    def _windows(self, meta: TensorMeta, device: torch.device) -> tuple[tuple[int, ...], Tensor, int, Tensor]:
+        """Strides to store by; then, for memory in that order, where windows begin in the plane, how many values lie
+        side by side in one window, and how far behind its beginning its taps are."""
+        shape, dims = meta.shape, len(self.size)
+        layout, first = layout_of(shape, meta.stride), len(shape) - dims
+        at = layout.order.index(first)
+        if not layout.dense or layout.order[at : at + dims] != tuple(range(first, len(shape))):
+            contiguous = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+            return self._windows(TensorMeta(shape, contiguous, meta.dtype), device)
+        starts = taps = torch.zeros((), dtype=torch.int64)
         for d in range(dims):
-            at = torch.arange(shape[d - dims], device=device) * self.stride[d] - self.padding[d]
-            at = at * math.prod(self.size[d + 1 :])
-            starts = starts + at.view((-1,) + (1,) * (dims - 1 - d))
-        return starts
-
-    def _distances(self, device: torch.device) -> Tensor:
-        """How far from its window's start each tap lies, counted in values."""
-        dims = len(self.size)
-        distances = torch.zeros((), dtype=torch.int64, device=device)
-        for d in range(dims):
-            at = torch.arange(self.kernel[d], device=device) * self.dilation[d] * math.prod(self.size[d + 1 :])
-            distances = distances + at.view((-1,) + (1,) * (dims - 1 - d))
-        return distances.reshape(-1)
+            below = math.prod(self.size[d + 1 :])
+            starts = starts[..., None] + (torch.arange(shape[first + d]) * self.stride[d] - self.padding[d]) * below
+            taps = taps[..., None] + torch.arange(self.kernel[d]) * self.dilation[d] * below
+        inner = math.prod(layout.sizes[at + dims :])
+        return layout.stride, starts.reshape(-1).to(device), inner, torch.unique(taps).to(device)
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Raise :class:`NotRepresentable` if a position is not a tap of its window."""
-        _, meta, layout = flatten(tensor)
-        tensor = tensor if layout.dense else tensor.contiguous()
+        flat, meta, _ = flatten(tensor)
         if meta.numel == 0:
             return Packed(self, meta, (tensor.new_empty(0, dtype=torch.uint8),))
-        distances = self._distances(tensor.device)
-        span = int(distances[-1]) + 1
-        none = len(distances)
-        table = torch.full((span,), none, dtype=torch.int32, device=tensor.device)
-        table[distances] = torch.arange(none, dtype=torch.int32, device=tensor.device)
-        found = tensor - self._starts(meta.shape, tensor.device)
-        low, high = (int(v) for v in torch.aminmax(found))
-        largest = int(tensor.max())
-        if low < 0 or high >= span or int(tensor.min()) < 0 or largest >= math.prod(self.size):
-            raise NotRepresentable("a position lies outside its pooling window")
-        offset = table.take(flatten(found)[0])
-        if int(offset.max()) == none:
-            raise NotRepresentable("a position lies between the taps of its pooling window")
-        return Packed(self, meta, (ops.pack_uints(offset, 0, self.bits),))
+        stride, starts, inner, taps = self._windows(meta, tensor.device)
+        if stride != meta.stride:
+            flat = tensor.contiguous().view(-1)
+        packed, none = ops.pack_taps(flat, starts, inner, taps, math.prod(self.size), self.bits)
+        if int(none):
+            raise NotRepresentable(f"{int(none)} positions are no taps of their pooling windows")
+        return Packed(self, meta, (packed,))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """The positions in the input plane again."""
-        meta = packed.meta
-        flat = ops.unpack_uints(packed.buffers[0], meta.numel, self.bits, 0, torch.int64)
-        found = self._distances(flat.device).take(flat).as_strided(meta.shape, meta.stride)
-        return found.add_(self._starts(meta.shape, flat.device)) if meta.numel else found
+        meta, buffer = packed.meta, packed.buffers[0]
+        if meta.numel == 0:
+            return torch.empty_strided(meta.shape, meta.stride, dtype=torch.int64, device=buffer.device)
+        stride, starts, inner, taps = self._windows(meta, buffer.device)
+        flat = ops.unpack_taps(buffer, meta.numel, starts, inner, taps, self.bits)
+        return with_stride(flat.as_strided(meta.shape, stride), meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """Whole bytes for all offsets together."""

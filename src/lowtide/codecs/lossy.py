@@ -16,7 +16,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import ops
-from .base import Codec, Layout, NotRepresentable, Packed, TensorMeta, flatten, layout_of, require, require_positive
+from .base import (
+    Codec,
+    Layout,
+    NotRepresentable,
+    Packed,
+    TensorMeta,
+    flatten,
+    layout_of,
+    require,
+    require_positive,
+    with_stride,
+)
 
 BITS = tuple(range(1, 9))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -275,7 +286,7 @@ class BlockMean(Codec):
         if meta.numel == 0:
             return packed.buffers[0].new_empty_strided(meta.shape, meta.stride)
         if self.faithful:
-            return _with_stride(self._decode_faithful(packed), meta.stride)
+            return with_stride(self._decode_faithful(packed), meta.stride)
         stride, geometry, row = _block_frame(meta.shape, meta.stride, self.dims)
         if self.bits == 0:
             flat = ops.spread_blocks(packed.buffers[0], geometry, self.block, meta.dtype)
@@ -287,10 +298,10 @@ class BlockMean(Codec):
                 support if in_order else None, _steps(self.levels, self.bits, codes.device),
             )  # fmt: skip
             if support is not None and not in_order:
-                values = _with_stride(flat.as_strided(meta.shape, stride), meta.stride)
+                values = with_stride(flat.as_strided(meta.shape, stride), meta.stride)
                 kept = ops.unpack_band(support, meta.numel, torch.bool, True, False)
                 return values.masked_fill_(kept.as_strided(meta.shape, meta.stride).logical_not_(), 0.0)
-        return _with_stride(flat.as_strided(meta.shape, stride), meta.stride)
+        return with_stride(flat.as_strided(meta.shape, stride), meta.stride)
 
     def small(self, packed: Packed) -> Tensor | None:
         """The means as a map of their own, without a copy; None unless they are all there is and blocks are whole."""
@@ -354,13 +365,6 @@ class BlockMean(Codec):
         _, pooled, area = self._faithful_sizes(meta.shape)
         maps = meta.numel // area
         return maps * (2 * math.prod(pooled) + ops.group_bytes(area, self.bits) + 4)
-
-
-def _with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The same values laid out by ``stride``; copied only if they are not so already."""
-    if tensor.stride() == stride:
-        return tensor
-    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
 @lru_cache(maxsize=4096)

@@ -1506,6 +1506,70 @@ def _kernel_unpack_uints(parameters: int, scratch: int, first: int, last: int) -
         _unpack_any(packed, _pointer(out, types.int32), start, n, offset, bits)
 
 
+@_inline
+def _tap(position: int, start: int, size: int, span: int, numbers: Any) -> Any:
+    found = position - start
+    inside = (position >= 0) & (position < size) & (found >= 0) & (found < span)
+    number = numbers[found if inside else 0]
+    return number if inside else I32(-1)
+
+
+@_kernel
+def _kernel_pack_taps(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    x, s, none = _pointer(p[0], types.int64), _pointer(p[1], types.int64), _pointer(p[3], types.int64)
+    numbers, tap = _pointer(p[2], types.int32), _pointer(scratch, types.int32)
+    out, numel, windows, inner, span, size, bits = p[4], p[5], p[6], p[7], p[8], p[9], p[10]
+    for tile in range(first, last):  # of 4096 values
+        begin = 4096 * tile
+        n, wrong, e = min(4096, numel - begin), I32(0), 0
+        window, within = begin // inner % windows, begin % inner
+        while e < n:
+            if inner == 1:
+                run = min(n - e, windows - window)
+                for k in range(run):
+                    tap[e + k] = _tap(x[begin + e + k], s[window + k], size, span, numbers)
+                window += run
+            else:
+                run, start = min(n - e, inner - within), s[window]
+                for k in range(run):
+                    tap[e + k] = _tap(x[begin + e + k], start, size, span, numbers)
+                window, within = window + 1, 0
+            e += run
+            window = 0 if window == windows else window
+        for e in range(n):
+            wrong += I32(tap[e] < 0)
+            tap[e] = max(tap[e], I32(0))
+        none[tile] = wrong
+        _pack_any(tap, out + (begin * bits >> 3), 0, n, 0, bits)
+
+
+@_kernel
+def _kernel_unpack_taps(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _pointer(parameters, types.int64)
+    packed, out, s, taps = p[0], _pointer(p[1], types.int64), _pointer(p[2], types.int64), _pointer(p[3], types.int64)
+    numel, windows, inner, bits = p[4], p[5], p[6], p[7]
+    tap = _pointer(scratch, types.int32)
+    for tile in range(first, last):  # of 4096 values
+        begin = 4096 * tile
+        n, e = min(4096, numel - begin), 0
+        window, within = begin // inner % windows, begin % inner
+        _unpack_any(packed + (begin * bits >> 3), tap, 0, n, 0, bits)
+        while e < n:
+            if inner == 1:
+                run = min(n - e, windows - window)
+                for k in range(run):
+                    out[begin + e + k] = taps[tap[e + k]] + s[window + k]
+                window += run
+            else:
+                run, start = min(n - e, inner - within), s[window]
+                for k in range(run):
+                    out[begin + e + k] = taps[tap[e + k]] + start
+                window, within = window + 1, 0
+            e += run
+            window = 0 if window == windows else window
+
+
 # ---------------------------------------------------------------- launching
 
 

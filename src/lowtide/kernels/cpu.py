@@ -574,3 +574,45 @@ def unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype: torc
         packed.data_ptr(), out.data_ptr(), dtype.itemsize, numel, offset, bits,
     )  # fmt: skip
     return out
+
+
+_MOST_TAPS = 1 << 16  # from the first to the last tap of a window, in values: a table that fits the cache
+
+
+def _windows(numel: int, starts: Tensor, inner: int, taps: Tensor, bits: int) -> bool:
+    windows = starts.numel()
+    sound = _is(starts, torch.int64, windows) and _is(taps, torch.int64, taps.numel()) and inner > 0 and windows > 0
+    return (
+        sound and numel > 0 and numel % (windows * inner) == 0 and 0 < taps.numel() <= 2**bits and bits in (1, 2, 4, 8)
+    )
+
+
+def pack_taps(x: Tensor, starts: Tensor, inner: int, taps: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    numel = x.numel()
+    span = int(taps[-1]) + 1 if taps.numel() else 0
+    if not _windows(numel, starts, inner, taps, bits) or not _is(x, torch.int64, numel) or not 0 < span <= _MOST_TAPS:
+        return reference.pack_taps(x, starts, inner, taps, size, bits)
+    numbers = torch.full((span,), -1, dtype=torch.int32)
+    numbers[taps] = torch.arange(taps.numel(), dtype=torch.int32)
+    out, tiles = torch.empty(-(-numel * bits // 8), dtype=torch.uint8), -(-numel // 4096)
+    none = torch.empty(tiles, dtype=torch.int64)
+    _run(
+        "pack_taps", tiles, numel, 4 * 4096,
+        x.data_ptr(), starts.data_ptr(), numbers.data_ptr(), none.data_ptr(), out.data_ptr(),
+        numel, starts.numel(), inner, span, size, bits,
+    )  # fmt: skip
+    return out, none.sum()
+
+
+def unpack_taps(packed: Tensor, numel: int, starts: Tensor, inner: int, taps: Tensor, bits: int) -> Tensor:
+    """See the reference."""
+    if not _windows(numel, starts, inner, taps, bits) or not _is(packed, torch.uint8, -(-numel * bits // 8)):
+        return reference.unpack_taps(packed, numel, starts, inner, taps, bits)
+    out = torch.empty(numel, dtype=torch.int64)
+    table = torch.cat([taps, taps.new_zeros(2**bits - taps.numel())])  # no code points beyond it
+    _run(
+        "unpack_taps", -(-numel // 4096), numel, 4 * 4096,
+        packed.data_ptr(), out.data_ptr(), starts.data_ptr(), table.data_ptr(), numel, starts.numel(), inner, bits,
+    )  # fmt: skip
+    return out

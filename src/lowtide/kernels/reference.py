@@ -679,3 +679,25 @@ def unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype: torc
         mask = 2**bits - 1
         codes = torch.stack([(packed >> (k * bits)) & mask for k in range(8 // bits)], dim=1).view(-1)[:numel]
     return (codes.to(torch.int64) + offset).to(dtype)
+
+
+# ---------------------------------------------------------------- positions in windows
+
+
+def pack_taps(x: Tensor, starts: Tensor, inner: int, taps: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Positions as numbers of taps in ``bits`` bits each, lowest bits first; and how many are none.
+
+    Position ``e`` belongs to the window that begins at ``starts[e // inner % len(starts)]``, and its tap ``k`` lies
+    ``taps[k]`` (rising from 0) behind that. A position outside 0 to ``size``, or between the taps, is none and packed
+    as 0.
+    """
+    found = (x.view(-1, starts.numel(), inner) - starts[:, None]).view(-1)
+    tap = torch.searchsorted(taps, found.clamp(0, int(taps[-1])))
+    none = (taps[tap] != found) | (x < 0) | (x >= size)
+    return pack_uints(tap.masked_fill_(none, 0), 0, bits), none.sum()
+
+
+def unpack_taps(packed: Tensor, numel: int, starts: Tensor, inner: int, taps: Tensor, bits: int) -> Tensor:
+    """The positions again."""
+    tap = unpack_uints(packed, numel, bits, 0, torch.int64)
+    return (taps[tap].view(-1, starts.numel(), inner) + starts[:, None]).view(-1)

@@ -261,11 +261,13 @@ def measure_steps(
             )
 
 
-def run_step(table: Table, full: bool) -> None:
+NETWORKS = ("resnet50", "resnet20", "bert", "gpt2", "unet3d")
+
+
+def run_step(table: Table, full: bool, chosen: list[str] | None = None) -> None:
     short = ["plain", "division", "actnn", "auto", "checkpoint"]
     every = ["plain", *METHODS, "checkpoint", "bf16", "bf16+division", "bf16+actnn"]
-    subjects = ("resnet50", "resnet20", "bert", "gpt2", "unet3d") if full else ("resnet50", "bert")
-    for subject in subjects:
+    for subject in chosen or (NETWORKS if full else ("resnet50", "bert")):
         measure_steps(
             table,
             "step",
@@ -494,6 +496,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help=f"any of {', '.join(CASES)}; default: codec step overhead")
     parser.add_argument("--full", action="store_true", help="every size, subject and mode")
+    parser.add_argument("--network", action="append", choices=NETWORKS, help="for step: this one alone (repeatable)")
     parser.add_argument("--out", type=Path, default=RESULTS / "latest.csv")
     given = parser.parse_args()
     unknown = set(given.cases) - set(CASES)
@@ -501,7 +504,10 @@ def main() -> None:
         parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from {', '.join(CASES)}")
     table = Table(given.out)
     for name in given.cases or (list(CASES) if given.full else ["codec", "step", "overhead"]):
-        CASES[name](table, given.full)
+        if name == "step":
+            run_step(table, given.full, given.network)
+        else:
+            CASES[name](table, given.full)
     print(f"\n{len(table.rows)} rows appended to {given.out}")
 
 

@@ -94,13 +94,18 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def flatten(tensor: Tensor) -> tuple[Tensor, TensorMeta, Layout]:
-    """The values as one line in memory order (a view where the tensor is dense)."""
+def form_of(tensor: Tensor) -> tuple[TensorMeta, Layout]:
+    """The form in which a codec gives the tensor back, and how it lies in memory."""
     meta = TensorMeta.of(tensor)
     layout = layout_of(meta.shape, meta.stride)
+    return meta if layout.dense else TensorMeta(meta.shape, layout.stride, meta.dtype), layout
+
+
+def flatten(tensor: Tensor) -> tuple[Tensor, TensorMeta, Layout]:
+    """The values as one line in memory order (a view where the tensor is dense)."""
+    meta, layout = form_of(tensor)
     if not layout.dense:
         tensor = tensor.contiguous()
-        meta = TensorMeta(meta.shape, layout.stride, meta.dtype)
     return tensor.as_strided((meta.numel,), (1,)), meta, layout
 
 

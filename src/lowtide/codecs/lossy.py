@@ -23,6 +23,7 @@ from .base import (
     Packed,
     TensorMeta,
     flatten,
+    form_of,
     layout_of,
     require,
     require_positive,
@@ -248,20 +249,23 @@ class BlockMean(Codec):
 
     def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
         """The kernel that looks for positive values leaves their bits, where it goes through memory in order."""
-        _, meta, _ = flatten(tensor)
-        if not self.bits or self.faithful or not meta.numel or not self._in_order(meta):
+        meta, _ = form_of(tensor)
+        if (
+            not self.bits
+            or self.faithful
+            or not meta.numel
+            or tensor.dim() < self.dims
+            or _block_frame(meta.shape, meta.stride, self.dims)[0] != meta.stride
+        ):
             return super().encode_rectified(tensor, key=key)
         support = _no_bits(tensor)
         return self._encode(tensor, key, True, support), support
-
-    def _in_order(self, meta: TensorMeta) -> bool:
-        return _block_frame(meta.shape, meta.stride, self.dims)[0] == meta.stride
 
     def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
         require_float(tensor, self)
         if tensor.dim() < self.dims:
             raise ValueError(f"block_mean with dims={self.dims} got a tensor of shape {tuple(tensor.shape)}")
-        _, meta, _ = flatten(tensor)
+        meta, _ = form_of(tensor)
         if meta.numel == 0:
             return Packed(self, meta, (tensor.new_empty(0),))
         if self.faithful:

@@ -375,6 +375,29 @@ def _fill_two(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, mask: A
         h = U32(h + _GOLDEN)
 
 
+@_inline
+def _fill_four(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, mask: Any, base: Any) -> None:
+    for j in range(lane):
+        w = _mix(h)
+        a = _sum(v[j], low, inverse, U32(w << 11), mask, base)
+        b = _sum(v[j + lane], low, inverse, U32(w << 3), mask, base)
+        c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 5), mask, base)
+        d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 13), mask, base)
+        p[j], p[j + lane] = U8((a >> 19 & 15) | (c >> 15 & 240)), U8((b >> 19 & 15) | (d >> 15 & 240))
+        h = U32(h + _GOLDEN)
+
+
+@_inline
+def _fill_eight(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, mask: Any, base: Any) -> None:
+    for j in range(lane):
+        w = _mix(h)
+        p[j] = U8(_sum(v[j], low, inverse, U32(w << 7), mask, base) >> 15)
+        p[j + lane] = U8(_sum(v[j + lane], low, inverse, U32(w >> 1), mask, base) >> 15)
+        p[j + 2 * lane] = U8(_sum(v[j + 2 * lane], low, inverse, U32(w >> 9), mask, base) >> 15)
+        p[j + 3 * lane] = U8(_sum(v[j + 3 * lane], low, inverse, U32(w >> 17), mask, base) >> 15)
+        h = U32(h + _GOLDEN)
+
+
 @_plain
 def _fill(values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, codes: int, side: int, spare: int) -> None:
     """The codes of a group whose side words are known."""
@@ -393,16 +416,14 @@ def _fill(values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, cod
     if bits == 2 and n & 3 == 0:
         _fill_two(v, p, lane, low, inverse, h, mask, base)
         return
+    if bits == 4 and n == USUAL:
+        _fill_four(v, p, USUAL // 4, low, inverse, h, mask, base)
+        return
     if bits == 4 and n & 3 == 0:
-        for j in range(lane):
-            w = _mix(h)
-            a = _sum(v[j], low, inverse, U32(w << 11), mask, base)
-            b = _sum(v[j + lane], low, inverse, U32(w << 3), mask, base)
-            c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 5), mask, base)
-            d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 13), mask, base)
-            p[j] = U8((a >> 19 & 15) | (c >> 15 & 240))
-            p[j + lane] = U8((b >> 19 & 15) | (d >> 15 & 240))
-            h = U32(h + _GOLDEN)
+        _fill_four(v, p, lane, low, inverse, h, mask, base)
+        return
+    if bits == 8 and n == USUAL:
+        _fill_eight(v, p, USUAL // 4, low, inverse, h, mask, base)
         return
     loose = codes if bits == 8 else spare
     t = _pointer(loose, types.uint8)

@@ -274,7 +274,7 @@ def run_step(table: Table, full: bool, chosen: list[str] | None = None) -> None:
             subject,
             BATCH[subject],
             every if full else [m for m in short if subject != "bert" or m != "actnn"],  # there the same as division
-            7 if full else 3,
+            5 if full else 3,
             ("default", "tuned"),
         )
 

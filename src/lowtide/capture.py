@@ -349,6 +349,7 @@ class Capture(TorchFunctionMode):
         self._path: list[str] = []
         self._ordinals: dict[tuple[str, str, str], int] = {}
         self._first = 0
+        self._latest: Callable[[], Tensor | None] = lambda: None
         self._thread = 0
         self._hooks: list[Any] = []
 
@@ -396,6 +397,7 @@ class Capture(TorchFunctionMode):
                 if self._versions:
                     node.metadata.setdefault(_MADE, result._version)
                 self._walk(node, func)
+                self._latest = weakref.ref(result)
             self._settle()
         elif result is None:
             if args and isinstance(args[0], Tensor) and args[0].grad_fn is not None:
@@ -503,7 +505,7 @@ class Capture(TorchFunctionMode):
         name = self._names.get(module)
         if name is None or threading.get_ident() != self._thread:
             return
-        if torch.is_grad_enabled():
+        if result is not self._latest() and torch.is_grad_enabled():
             # Without this the mode would see every attribute we read here.
             with torch._C.DisableTorchFunction():
                 self._walk_all(result, None)

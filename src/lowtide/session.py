@@ -479,17 +479,17 @@ class Session:
             self._without_data = True
             form = _SHAPE_ONLY.encode(tensor, key=0)
             return Part(None if codec is None else form, dict.fromkeys(lossless, form), None)
-        derived = type(codec) is Derived and handle.origin is not None
-        rectified = codec is not None and any(masks(consumer, meta) for consumer in consumers)
-        packs = {c: c.encode(tensor, key=0) for c in lossless if not rectified or derived or c != MASK}
+        origin = handle.origin if type(codec) is Derived else None
+        rectified = codec is not None and MASK in lossless and any(masks(c, meta) for c in consumers)
+        on_the_way = rectified and origin is None  # the codec finds the mask while it looks at the values
+        packs = {c: c.encode(tensor, key=0) for c in lossless if not on_the_way or c != MASK} if lossless else {}
         if codec is None:
             return Part(None, packs, None)
-        if derived:
-            assert handle.origin is not None
-            handle.row.why = f"rebuilt from {described(handle.origin)}"
-            return Part(Rebuilt(handle.origin, meta), packs, packs[MASK].buffers[0] if rectified else None)
+        if origin is not None:
+            handle.row.why = f"rebuilt from {described(origin)}"
+            return Part(Rebuilt(origin, meta), packs, packs[MASK].buffers[0] if rectified else None)
         key, support = _signed(_site_hash(consumers[0].site) ^ handle.noise), None
-        if rectified:
+        if on_the_way:
             packed, support = codec.encode_rectified(tensor, key=key)
             packs[MASK] = Packed(
                 MASK, TensorMeta(meta.shape, layout_of(meta.shape, meta.stride).stride, meta.dtype), (support,)

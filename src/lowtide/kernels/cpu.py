@@ -161,8 +161,8 @@ def _packed(codes: Tensor, side: Tensor, support: Tensor | None, numel: int, siz
     )
 
 
-def _fillable(mask: Tensor | None, positive: bool, numel: int) -> bool:
-    return mask is None or (positive and _is(mask, torch.uint8, -(-numel // 8)))
+def _fillable(mask: Tensor, positive: bool, numel: int) -> bool:
+    return positive and _is(mask, torch.uint8, -(-numel // 8))
 
 
 def _table(levels: Tensor | None, bits: int) -> Tensor | None:
@@ -177,10 +177,8 @@ def _coding(bits: int, table: Tensor | None) -> int:
     return bits if table is None else bits | table.data_ptr()
 
 
-def _positive(x: Tensor, row: int, group: int, positive: bool, mask: Tensor | None) -> int:
-    """Which values set a range, in one word: 0 for all, 1 for those above zero, or where their mask goes."""
-    if mask is None:
-        return positive
+def _marked(x: Tensor, row: int, group: int, mask: Tensor) -> int:
+    """In place of a 1, for values above zero: where their mask goes."""
     if row % 8 == 0 and group % 8 == 0:
         return mask.data_ptr()
     mask.copy_(pack_band(x, 0.0, math.inf, False, True))  # a group may begin within a byte
@@ -205,7 +203,7 @@ def quantize_groups(
         or sizes is None
         or not x.is_contiguous()
         or (levels is not None and table is None)
-        or not _fillable(mask, positive, numel)
+        or (mask is not None and not _fillable(mask, positive, numel))
     ):
         return reference.quantize_groups(x, row, group, bits, key, positive, levels, mask)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
@@ -214,7 +212,7 @@ def quantize_groups(
     _run(
         "quantize_groups", sizes[0], numel, 5 * group + 4 * max(group, BATCH) + 8 * BATCH + 192,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
-        _positive(x, row, group, positive, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
+        positive if mask is None else _marked(x, row, group, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
     )  # fmt: skip
     return codes, side
 
@@ -267,7 +265,12 @@ def quantize_samples(
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
     sizes = _sample_sizes(numel, bits, group)
-    if kind is None or sizes is None or not x.is_contiguous() or not _fillable(mask, positive, numel):
+    if (
+        kind is None
+        or sizes is None
+        or not x.is_contiguous()
+        or (mask is not None and not _fillable(mask, positive, numel))
+    ):
         return reference.quantize_samples(x, bits, group, key, positive, mask)
     row, groups, size = sizes
     codes = torch.empty(size, dtype=torch.uint8)
@@ -276,7 +279,8 @@ def quantize_samples(
     _run(
         "quantize_samples", groups, numel, 5 * group + 4 * max(group, BATCH) + 8 * BATCH + 320,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
-        _positive(x, row, group, positive, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, bits.data_ptr(),
+        positive if mask is None else _marked(x, row, group, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
+        bits.data_ptr(),
     )  # fmt: skip
     return codes, side
 
@@ -410,7 +414,7 @@ def quantize_blocks(
         or frame.numel != numel
         or not x.is_contiguous()
         or (levels is not None and table is None)
-        or not _fillable(mask, positive, numel)
+        or (mask is not None and not _fillable(mask, positive, numel))
     ):
         return reference.quantize_blocks(x, geometry, block, row, group, bits, key, positive, levels, mask)
     low = torch.empty(frame.means, dtype=torch.bfloat16)
@@ -420,7 +424,7 @@ def quantize_blocks(
     _run(
         "quantize_blocks", sizes[0], numel, 28 * (frame.slab + BATCH) + 25 * group + 40 * frame.most + 384,
         x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
-        _positive(x, row, group, positive, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
+        positive if mask is None else _marked(x, row, group, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
         low.data_ptr(), *frame.shape, numel, frame.most,
     )  # fmt: skip
     return low, codes, side

@@ -1092,7 +1092,7 @@ def test_a_rectified_tensor_keeps_its_zeros_in_any_order(
     out = packed.decode(support)
     assert out.stride() == x.stride()
     assert bool((out[x <= 0] == 0).all())
-    inside = (x > 0) & (out == 0)
+    inside = (x > 0) & (out == 0)  # a mean and a difference may cancel, but that is rare
     assert float(inside.double().mean()) < 0.01
 
 

@@ -505,6 +505,7 @@ class Capture(TorchFunctionMode):
         name = self._names.get(module)
         if name is None or threading.get_ident() != self._thread:
             return
+        # What the last call returned was walked then: most modules end with such a call.
         if result is not self._latest() and torch.is_grad_enabled():
             # Without this the mode would see every attribute we read here.
             with torch._C.DisableTorchFunction():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from . import capture, kernels
 from .capture import Capture, Site, Slot
 from .codecs import FLOATS, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
-from .codecs.base import layout_of
+from .codecs.base import form_of
 from .derive import Origin, origin_of
 from .handles import (
     MASK,
@@ -491,9 +491,7 @@ class Session:
         key, support = _signed(_site_hash(consumers[0].site) ^ handle.noise), None
         if on_the_way:
             packed, support = codec.encode_rectified(tensor, key=key)
-            packs[MASK] = Packed(
-                MASK, TensorMeta(meta.shape, layout_of(meta.shape, meta.stride).stride, meta.dtype), (support,)
-            )
+            packs[MASK] = Packed(MASK, form_of(tensor)[0], (support,))
         else:
             packed = codec.encode(tensor, key=key)
         if self._away and meta.numel >= self._min_numel:

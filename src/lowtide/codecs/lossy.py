@@ -99,7 +99,7 @@ class GroupQuant(Codec):
 
     def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
         """The kernel that looks for positive values leaves their bits."""
-        support = _no_bits(tensor)
+        support = _room_for_bits(tensor)
         return self._encode(tensor, key, True, support), support
 
     def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
@@ -124,7 +124,7 @@ class GroupQuant(Codec):
         return _quantized_nbytes(meta.numel, row, self.group, self.bits)
 
 
-def _no_bits(tensor: Tensor) -> Tensor:
+def _room_for_bits(tensor: Tensor) -> Tensor:
     """Room for a bit of each value."""
     return torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
 
@@ -170,7 +170,7 @@ class SampleQuant(Codec):
 
     def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
         """The kernel that looks for positive values leaves their bits."""
-        support = _no_bits(tensor)
+        support = _room_for_bits(tensor)
         return self._encode(tensor, key, True, support), support
 
     def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
@@ -258,7 +258,7 @@ class BlockMean(Codec):
             or _block_frame(meta.shape, meta.stride, self.dims)[0] != meta.stride
         ):
             return super().encode_rectified(tensor, key=key)
-        support = _no_bits(tensor)
+        support = _room_for_bits(tensor)
         return self._encode(tensor, key, True, support), support
 
     def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:

@@ -76,18 +76,6 @@ def _bits(typing: Any, value: Any, dtype: Any) -> Any:
 
 
 @_intrinsic
-def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c``, in one instruction where there is one; only for products that are exact."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        real = ir.FloatType()
-        function = builder.module.declare_intrinsic("llvm.fmuladd", [real], ir.FunctionType(real, [real] * 3))
-        return builder.call(function, arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
-
-
-@_intrinsic
 def _prefetch(typing: Any, address: Any) -> Any:
     """Asks for the cache line at an address, which need not be a valid one."""
 
@@ -364,37 +352,41 @@ def _spare(groups: int, group: int) -> int:
 
 
 @_inline
-def _fill_two(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, mask: Any, base: Any) -> None:
+def _four(v: Any, j: int, lane: int, low: Any, inverse: Any, h: Any, base: Any, bits: int) -> tuple[Any, Any, Any, Any]:
+    """The sums of the four values that share a hash; with ``bits`` known to the compiler a shift each."""
+    w, place, mask = _mix(h), U32(15 - bits), U32(0xFF << (15 - bits))
+    return (
+        _sum(v[j], low, inverse, U32(w << place), mask, base),
+        _sum(v[j + lane], low, inverse, U32(w >> 8 << place), mask, base),
+        _sum(v[j + 2 * lane], low, inverse, U32(w >> 16 << place), mask, base),
+        _sum(v[j + 3 * lane], low, inverse, U32(w >> 24 << place), mask, base),
+    )
+
+
+@_inline
+def _fill_two(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
     for j in range(lane):
-        w = _mix(h)
-        a = _sum(v[j], low, inverse, U32(w << 13), mask, base)
-        b = _sum(v[j + lane], low, inverse, U32(w << 5), mask, base)
-        c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 3), mask, base)
-        d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 11), mask, base)
+        a, b, c, d = _four(v, j, lane, low, inverse, h, base, 2)
         p[j] = U8((a >> 21 & 3) | (b >> 19 & 12) | (c >> 17 & 48) | (d >> 15 & 192))
         h = U32(h + _GOLDEN)
 
 
 @_inline
-def _fill_four(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, mask: Any, base: Any) -> None:
+def _fill_four(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
     for j in range(lane):
-        w = _mix(h)
-        a = _sum(v[j], low, inverse, U32(w << 11), mask, base)
-        b = _sum(v[j + lane], low, inverse, U32(w << 3), mask, base)
-        c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 5), mask, base)
-        d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 13), mask, base)
+        a, b, c, d = _four(v, j, lane, low, inverse, h, base, 4)
         p[j], p[j + lane] = U8((a >> 19 & 15) | (c >> 15 & 240)), U8((b >> 19 & 15) | (d >> 15 & 240))
         h = U32(h + _GOLDEN)
 
 
 @_inline
-def _fill_eight(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, mask: Any, base: Any) -> None:
-    for j in range(lane):
-        w = _mix(h)
-        p[j] = U8(_sum(v[j], low, inverse, U32(w << 7), mask, base) >> 15)
-        p[j + lane] = U8(_sum(v[j + lane], low, inverse, U32(w >> 1), mask, base) >> 15)
-        p[j + 2 * lane] = U8(_sum(v[j + 2 * lane], low, inverse, U32(w >> 9), mask, base) >> 15)
-        p[j + 3 * lane] = U8(_sum(v[j + 3 * lane], low, inverse, U32(w >> 17), mask, base) >> 15)
+def _fill_bytes(v: Any, p: Any, lane: int, full: int, low: Any, inverse: Any, h: Any, base: Any, bits: int) -> None:
+    """A byte for each code of the first ``full`` values of each lane."""
+    shift, top = U32(23 - bits), U32((1 << bits) - 1)
+    for j in range(full):
+        a, b, c, d = _four(v, j, lane, low, inverse, h, base, bits)
+        p[j], p[j + lane] = U8(a >> shift & top), U8(b >> shift & top)
+        p[j + 2 * lane], p[j + 3 * lane] = U8(c >> shift & top), U8(d >> shift & top)
         h = U32(h + _GOLDEN)
 
 
@@ -409,34 +401,27 @@ def _fill(values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, cod
         v, low, inverse = _pointer(warped, types.float32), _ZERO, _ONE
     dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
     base = U32(((127 + bits) << 23) | (dither >> U32(bits + 1)))
-    mask, lane = U32(0xFF << (15 - bits)), (n + 3) >> 2
+    lane, quarter = (n + 3) >> 2, USUAL // 4
     if bits == 2 and n == USUAL:
-        _fill_two(v, p, USUAL // 4, low, inverse, h, mask, base)
+        _fill_two(v, p, quarter, low, inverse, h, base)
         return
     if bits == 2 and n & 3 == 0:
-        _fill_two(v, p, lane, low, inverse, h, mask, base)
+        _fill_two(v, p, lane, low, inverse, h, base)
         return
     if bits == 4 and n == USUAL:
-        _fill_four(v, p, USUAL // 4, low, inverse, h, mask, base)
+        _fill_four(v, p, quarter, low, inverse, h, base)
         return
     if bits == 4 and n & 3 == 0:
-        _fill_four(v, p, lane, low, inverse, h, mask, base)
+        _fill_four(v, p, lane, low, inverse, h, base)
         return
     if bits == 8 and n == USUAL:
-        _fill_eight(v, p, USUAL // 4, low, inverse, h, mask, base)
+        _fill_bytes(v, p, quarter, quarter, low, inverse, h, base, 8)
         return
-    loose = codes if bits == 8 else spare
+    loose, full = codes if bits == 8 else spare, max(n - 3 * lane, 0)
     t = _pointer(loose, types.uint8)
-    full, place, shift, top = max(n - 3 * lane, 0), U32(15 - bits), U32(23 - bits), U32((1 << bits) - 1)
-    for j in range(full):
-        w = _mix(h)
-        a = _sum(v[j], low, inverse, U32(w << place), mask, base)
-        b = _sum(v[j + lane], low, inverse, U32(w >> 8 << place), mask, base)
-        c = _sum(v[j + 2 * lane], low, inverse, U32(w >> 16 << place), mask, base)
-        d = _sum(v[j + 3 * lane], low, inverse, U32(w >> 24 << place), mask, base)
-        t[j], t[j + lane] = U8(a >> shift & top), U8(b >> shift & top)
-        t[j + 2 * lane], t[j + 3 * lane] = U8(c >> shift & top), U8(d >> shift & top)
-        h = U32(h + _GOLDEN)
+    _fill_bytes(v, t, lane, full, low, inverse, h, base, bits)
+    place, shift, top = U32(15 - bits), U32(23 - bits), U32((1 << bits) - 1)
+    mask, h = U32(0xFF << (15 - bits)), U32(h + U32(full) * _GOLDEN)
     for j in range(full, lane):
         w = _mix(h)
         for e in range(j, n, lane):
@@ -936,8 +921,7 @@ def _merge(residual: int, n: int, line: int, depth: int, width: int, low: int, t
         lines = min(8, depth - line)
         m = _pointer(low, types.uint16)
         if width < 8:
-            for b in range(blocks - 1, -1, -1):
-                _lane_add(residual + 32 * b, lines, stride, _widen(m[b], BFLOAT16), target + 32 * b)
+            _lane_add(residual, lines, stride, _widen(m[0], BFLOAT16), target)
         else:
             for r in range(0, lines * stride, stride):
                 for b in range(blocks):

@@ -311,6 +311,11 @@ GEOMETRIES = [
     ((2, 9, 10, 11, 1), 4),  # 3-D
     ((2, 17, 9, 9, 1), 8),
     ((2, 5, 6, 7, 19), 2),
+    ((3, 1, 28, 57, 1), 2),  # narrow blocks
+    ((5, 1, 14, 14, 1), 2),
+    ((5, 1, 7, 7, 1), 2),
+    ((2, 5, 6, 21, 1), 2),
+    ((4, 1, 9, 13, 1), 4),
     ((2, 1, 28, 28, 16), 8),  # channels last
     ((3, 1, 9, 7, 3), 8),
     ((1, 1, 13, 11, 67), 5),
@@ -388,6 +393,18 @@ def test_blocks(geometry: tuple[int, ...], block: int, dtype: torch.dtype) -> No
             assert_same(ops.block_means(source, geometry, block, kind), low, (dtype, kind))
             spread = reference.spread_blocks(low, geometry, block, dtype)
             assert_same(ops.spread_blocks(low, geometry, block, dtype), spread, (dtype, kind))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_means_that_are_not_finite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([largest, -largest, largest, largest, torch.inf, 1.0, torch.nan, 1.0, 2.0, 4.0], dtype=dtype)
+    for block in (1, 2):
+        means = ops.block_means(x, (1, 1, 1, 10, 1), block, dtype)
+        assert_same(means, reference.block_means(x, (1, 1, 1, 10, 1), block, dtype), block)
+        assert not means.isinf().any()
+    beyond = x.to(torch.bfloat16).isinf() | x.isnan()  # float32's largest rounds to Inf in bfloat16
+    assert torch.equal(ops.block_means(x, (1, 1, 1, 10, 1), 1, torch.bfloat16).isnan(), beyond)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -275,9 +275,7 @@ class BlockMean(Codec):
             tensor = tensor.contiguous()
         flat = tensor.as_strided((meta.numel,), (1,))
         if self.bits == 0:
-            means = ops.block_means(flat, geometry, self.block, meta.dtype)
-            means.masked_fill_(means.isinf(), torch.nan)  # a sum beyond float32, or Inf in the block
-            return Packed(self, meta, (means,))
+            return Packed(self, meta, (ops.block_means(flat, geometry, self.block, meta.dtype),))
         levels = _steps(self.levels, self.bits, tensor.device)
         buffers = ops.quantize_blocks(
             flat, geometry, self.block, row, self.group, self.bits, key, positive, levels, mask

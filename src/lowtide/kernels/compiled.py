@@ -703,6 +703,15 @@ def _each_row(builder: Any, lines: Any, line: Any, rows: Any, row: Any) -> Itera
         yield builder.mul(offset, ir.Constant(ir.IntType(64), 4))
 
 
+def _columns(builder: Any, vector: Any, address: Any, *steps: Any) -> Any:
+    """Code for the sums of columns over lines and rows, from first to last, beginning with 0.0."""
+    sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * vector.count))
+    for at in _each_row(builder, *steps):
+        source = builder.inttoptr(builder.add(address, at), vector.as_pointer())
+        builder.store(builder.fadd(builder.load(sums), builder.load(source, align=4)), sums)
+    return builder.load(sums)
+
+
 @_intrinsic
 def _column_sum(typing: Any, address: Any, lines: Any, line: Any, rows: Any, row: Any, total: Any, lanes: Any) -> Any:
     """``total`` plus each of ``lanes`` columns, summed over lines and rows (sizes of a step in values).
@@ -712,13 +721,8 @@ def _column_sum(typing: Any, address: Any, lines: Any, line: Any, rows: Any, row
     count = lanes.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, lines, line, rows, row, total, _ = arguments
-        vector = ir.VectorType(ir.FloatType(), count)
-        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * count))
-        for at in _each_row(builder, lines, line, rows, row):
-            source = builder.inttoptr(builder.add(address, at), vector.as_pointer())
-            builder.store(builder.fadd(builder.load(sums), builder.load(source, align=4)), sums)
-        columns = builder.load(sums)
+        *steps, total, _ = arguments
+        columns = _columns(builder, ir.VectorType(ir.FloatType(), count), *steps)
         for k in range(count):
             total = builder.fadd(total, builder.extract_element(columns, ir.Constant(ir.IntType(32), k)))
         return total
@@ -763,6 +767,63 @@ def _sum_block(x: int, wide: int, lines: int, line: int, rows: int, row: int) ->
     return _column_sum(x, lines, line, rows, row, total, 1) if wide & 1 else total
 
 
+@_intrinsic
+def _folded_means(
+    typing: Any,
+    address: Any,
+    lines: Any,
+    line: Any,
+    rows: Any,
+    row: Any,
+    count: Any,
+    target: Any,
+    lanes: Any,
+    fold: Any,
+) -> Any:
+    """The means of ``lanes / fold`` narrow blocks side by side, each of ``count`` values in ``fold`` columns."""
+    wide, block = lanes.literal_value, fold.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        *steps, count, target, _, _ = arguments
+        columns = _columns(builder, ir.VectorType(ir.FloatType(), wide), *steps)
+        means = ir.VectorType(ir.FloatType(), wide // block)
+        total = ir.Constant(means, [0.0] * (wide // block))
+        for k in range(block):
+            places = ir.Constant(ir.VectorType(ir.IntType(32), wide // block), list(range(k, wide, block)))
+            total = builder.fadd(total, builder.shuffle_vector(columns, columns, places))
+        counts = ir.Constant(means, ir.Undefined)
+        for k in range(wide // block):
+            counts = builder.insert_element(counts, count, ir.Constant(ir.IntType(32), k))
+        builder.store(builder.fdiv(total, counts), builder.inttoptr(target, means.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, types.float32, types.int64, lanes, fold), generate
+
+
+@_inline
+def _fold(x: int, whole: int, lines: int, line: int, rows: int, row: int, means: int, lanes: int, fold: int) -> None:
+    """The means of a row of narrow blocks, ``whole`` values wide; the last vector may repeat what was done."""
+    count = F32(lines * rows * fold)
+    for c in range(0, whole, lanes):
+        at = min(c, whole - lanes)
+        _folded_means(x + 4 * at, lines, line, rows, row, count, means + 4 * (at // fold), lanes, fold)
+
+
+@_plain
+def _fold_row(x: int, width: int, block: int, lines: int, line: int, rows: int, row: int, means: int) -> int:
+    """The means of the first blocks of a row, as many as vectors can serve; returns their number."""
+    whole = width - width % block
+    if block == 2 and whole >= 16:
+        _fold(x, whole, lines, line, rows, row, means, 16, 2)
+    elif block == 2 and whole >= 8:
+        _fold(x, whole, lines, line, rows, row, means, 8, 2)
+    elif block == 4 and whole >= 16:
+        _fold(x, whole, lines, line, rows, row, means, 16, 4)
+    else:
+        return 0
+    return whole // block
+
+
 @_plain
 def _add_block(x: int, to: int, value: Any, wide: int, lines: int, line: int, rows: int, row: int) -> None:
     while wide >= 8:
@@ -776,6 +837,18 @@ def _add_block(x: int, to: int, value: Any, wide: int, lines: int, line: int, ro
         x, to = x + 8, to + 8
     if wide & 1:
         _column_add(x, lines, line, rows, row, value, to, 1)
+
+
+@_inline
+def _unfold(x: int, width: int, block: int, means: int, target: int) -> None:
+    """A row plus the means of its blocks: in vectors, where ``block`` is a constant."""
+    v, m, t = _pointer(x, types.float32), _pointer(means, types.float32), _pointer(target, types.float32)
+    full = width // block
+    for b in range(full):
+        for k in range(block):
+            t[block * b + k] = v[block * b + k] + m[b]
+    for k in range(full * block, width):
+        t[k] = v[k] + m[full]
 
 
 @_inline
@@ -976,16 +1049,16 @@ def _slab_means(x: int, lines: int, shape: Any, sums: int, means: int) -> None:
         _deep_means(x, lines, shape, sums, means)
         return
     m = _pointer(means, types.float32)
+    # A line of one row steps as a row does.
+    outer, line = (1, 0) if rows == 1 else (lines, rows * width)
     for first in range(0, rows, block):
-        tall = min(block, rows - first)
-        for b in range(blocks):
+        tall = lines if rows == 1 else min(block, rows - first)
+        at = first // block * blocks
+        done = _fold_row(x + 4 * first * width, width, block, outer, line, tall, width, means + 4 * at)
+        for b in range(done, blocks):
             wide = min(block, width - b * block)
-            corner = x + 4 * (first * width + b * block)
-            if rows == 1:
-                total = _sum_block(corner, wide, 1, 0, lines, width)
-            else:
-                total = _sum_block(corner, wide, lines, rows * width, tall, width)
-            m[first // block * blocks + b] = total / F32(lines * tall * wide)
+            total = _sum_block(x + 4 * (first * width + b * block), wide, outer, line, tall, width)
+            m[at + b] = total / F32(outer * tall * wide)
 
 
 @_plain
@@ -994,6 +1067,14 @@ def _slab_add(x: int, lines: int, shape: Any, means: int, target: int) -> None:
     rows, width, inner, block, blocks = shape
     if inner > 1:
         _deep_add(x, lines, shape, means, target)
+        return
+    if block == 2 or block == 4:
+        for i in range(lines * rows):
+            at, of_row = 4 * i * width, means + 4 * (i % rows // block * blocks)
+            if block == 2:
+                _unfold(x + at, width, 2, of_row, target + at)
+            else:
+                _unfold(x + at, width, 4, of_row, target + at)
         return
     m = _pointer(means, types.float32)
     for first in range(0, rows, block):
@@ -1315,17 +1396,24 @@ def _kernel_block_means(parameters: int, scratch: int, first: int, last: int) ->
     length, block, slabs = p[5] * p[6] * p[7], p[8], -(-depth // p[8])
     means = scratch + 4 * p[6] * p[7]
     slab = means + 4 * per_slab
-    item = 4 if out_kind == FLOAT32 else 2
+    largest = U32(0x7F7F7FFF if out_kind == BFLOAT16 else 0x7F7FFFFF)  # the last that does not become Inf
+    line = first % slabs * block
+    start = (first // slabs * depth + line) * length
     for at in range(first, last):
-        line = at % slabs * block
-        start = (at // slabs * depth + line) * length
         lines = min(block, depth - line)
         source = x + 4 * start
         if kind != FLOAT32:
             source = slab
             _widen_run(x + 2 * start, slab, lines * length, kind)
+        if out_kind == FLOAT32:
+            means = out + 4 * at * per_slab
         _slab_means(source, lines, shape, scratch, means)
-        _narrow_run(means, out + item * at * per_slab, per_slab, out_kind)
+        m = _pointer(means, types.uint32)
+        for c in range(per_slab):
+            m[c] = m[c] if m[c] & U32(0x7FFFFFFF) <= largest else U32(0x7FC00000)
+        if out_kind != FLOAT32:
+            _narrow_run(means, out + 2 * at * per_slab, per_slab, out_kind)
+        start, line = start + lines * length, _next(line, lines, depth)
 
 
 @_kernel

@@ -494,8 +494,14 @@ def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dty
     """Mean of each block of ``block`` values a side; edge blocks average what they hold.
 
     Sums are float32 and ordered: for each column of a block the rows from first to last, then the
-    columns from first to last, each sum starting at +0.0.
+    columns from first to last, each sum starting at +0.0. What is not finite comes out as NaN: Inf in a block, or a
+    sum beyond float32.
     """
+    means = _means(x, geometry, block, dtype)
+    return means.masked_fill_(~means.isfinite(), torch.nan)
+
+
+def _means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
     outer, s1, s2, s3, inner = _geometry(geometry)
     b1, b2, b3 = low_shape(geometry, block)[1:4]
     low = x.new_empty((outer, b1, b2, b3, inner), dtype=dtype)
@@ -555,7 +561,7 @@ def quantize_blocks(
     """Block means in bfloat16 and the quantized difference to those *rounded* means; ``mask`` as for groups."""
     _fill_mask(x, positive, mask)
     outer, s1, s2, s3, inner = _geometry(geometry)
-    low = block_means(x, geometry, block, torch.bfloat16)
+    low = _means(x, geometry, block, torch.bfloat16)
     residual = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     low5, x5, r5 = (
         low.view(low_shape(geometry, block)),

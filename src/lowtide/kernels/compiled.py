@@ -364,6 +364,16 @@ def _four(v: Any, j: int, lane: int, low: Any, inverse: Any, h: Any, base: Any, 
 
 
 @_inline
+def _fill_one(v: Any, p: Any, half: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
+    for j in range(half):
+        a, b, c, d = _four(v, j, 2 * half, low, inverse, h, base, 1)
+        e, f, g, i = _four(v, j + half, 2 * half, low, inverse, U32(h + U32(half) * _GOLDEN), base, 1)
+        even = (a >> 22 & 1) | (b >> 20 & 4) | (c >> 18 & 16) | (d >> 16 & 64)
+        p[j] = U8(even | (e >> 21 & 2) | (f >> 19 & 8) | (g >> 17 & 32) | (i >> 15 & 128))
+        h = U32(h + _GOLDEN)
+
+
+@_inline
 def _fill_two(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
     for j in range(lane):
         a, b, c, d = _four(v, j, lane, low, inverse, h, base, 2)
@@ -413,6 +423,9 @@ def _fill(values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, cod
         return
     if bits == 4 and n & 3 == 0:
         _fill_four(v, p, lane, low, inverse, h, base)
+        return
+    if bits == 1 and n == USUAL:
+        _fill_one(v, p, quarter // 2, low, inverse, h, base)
         return
     if bits == 8 and n == USUAL:
         _fill_bytes(v, p, quarter, quarter, low, inverse, h, base, 8)

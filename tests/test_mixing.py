@@ -157,6 +157,23 @@ def test_what_passes_through_an_exponential_keeps_eight_bits():
     assert {b for site, (b, _) in found.items() if "Attention" not in site.op} == {1}
 
 
+def test_bits_given_for_what_propagates_stand_after_a_probe():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(256, 64)
+    handle = lowtide.attach(model, "gact", bits=3, propagating_bits=5)
+    passes = []
+
+    def closure():
+        passes.append(model(x + 0).sum())
+        return passes[-1]
+
+    handle.adapt(closure)
+    assert len(passes) == 1 + 2  # exact, and the inputs of two layers: what is fixed is not probed
+    model(x).sum().backward()
+    found = bits_of(handle.report())
+    # Three tensors of one size: nine bits, five of them given away, leave two for each of the others.
+    assert (at(found, "1"), at(found, "2")) == ([5], [2])
+
+
 # ---------------------------------------------------------------- auto
 
 

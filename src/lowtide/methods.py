@@ -280,7 +280,8 @@ class TinyScript(Method):
 class Gact(Method):
     """Any op, ``bits`` on average, divided among tensors by probes of the gradient (Liu et al. 2022).
 
-    Every tensor has the same bits until ``adapt(closure)`` of the session or attachment is called.
+    Every tensor has the same bits until ``adapt(closure)`` of the session or attachment is called. Attention's tensors
+    have 8 always, and what propagates has ``propagating_bits`` if they are given; both count in the average.
     """
 
     name: ClassVar[str] = "gact"
@@ -299,7 +300,7 @@ class Gact(Method):
 
     def tuner(self, model: nn.Module) -> Tuner | None:
         """Bits for each tensor."""
-        return BitTuner(self.bits, self.group)
+        return BitTuner(self.bits, self.group, self.propagating_bits)
 
 
 @dataclass(frozen=True)

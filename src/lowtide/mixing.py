@@ -50,15 +50,17 @@ class BitTuner(Probed):
     """Bits for each tensor, ``bits`` a value on average, from probes (GACT, Liu et al. 2022).
 
     Every tensor has the method's own bits until the first probe; so has a tensor that the probe did not meet. What
-    passes through an exponential keeps its own bits always (the change is far from quadratic in its noise), and the
-    others share what is left of the average.
+    passes through an exponential keeps its own bits always (the change is far from quadratic in its noise), and so does
+    what propagates if ``propagating`` gives its bits. The others share what is left of the average.
     """
 
-    def __init__(self, bits: float, group: int) -> None:
+    def __init__(self, bits: float, group: int, propagating: int | None = None) -> None:
         super().__init__()
         self.bits = bits
         self.group = group
+        self.propagating = propagating
         self._table: dict[Site, int] = {}
+        self._fixed: dict[Site, tuple[int, int]] = {}  # values, and bits that are not up for choice
 
     def begin(self, step: int) -> None:
         """Nothing changes between probes."""
@@ -72,21 +74,25 @@ class BitTuner(Probed):
         """Two bits: little enough to be seen, enough not to be all noise."""
         if use.need >= Need.LOGARITHM:
             return None
-        return GroupQuant(8 if use.need is Need.EXPONENT else 2, self.group, "sample" if use.dims else "row")
+        own = 8 if use.need is Need.EXPONENT else self.propagating if use.need is Need.PROPAGATE else None
+        if own is not None:
+            self._fixed[use.sites[0]] = (use.meta.numel, own)
+            return None
+        return GroupQuant(2, self.group, "sample" if use.dims else "row")
 
     def measured(self, found: Sequence[tuple[Use, float]]) -> None:
         """Divide the bits: least sum of changes, each taken as falling with the square of the number of steps."""
-        free = [(use, change) for use, change in found if use.need < Need.EXPONENT]
-        numels = [use.meta.numel for use, _ in free]
-        fixed = sum(8 * use.meta.numel for use, _ in found if use.need is Need.EXPONENT)
-        total = sum(use.meta.numel for use, _ in found)
-        if not free:
+        numels = [use.meta.numel for use, _ in found]
+        spent = sum(numel * bits for numel, bits in self._fixed.values())
+        total = sum(numels) + sum(numel for numel, _ in self._fixed.values())
+        self._fixed.clear()
+        if not found:
             return
         with self.timed():
-            cost = torch.tensor([change * 9.0 for _, change in free], dtype=torch.float64)
-            budget = max(int(self.bits * total) - fixed, sum(numels))
+            cost = torch.tensor([change * 9.0 for _, change in found], dtype=torch.float64)
+            budget = max(int(self.bits * total) - spent, sum(numels))
             bits = allocate(cost, torch.tensor(numels), budget, (1, 2, 4, 8)).tolist()
-            self._table = {use.sites[0]: b for (use, _), b in zip(free, bits, strict=True)}
+            self._table = {use.sites[0]: b for (use, _), b in zip(found, bits, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
         """Bits by site."""

@@ -111,6 +111,18 @@ def codecs(found: dict[Key, float]) -> str:
     return "\n".join(lines)
 
 
+def sizes(found: dict[Key, float]) -> str:
+    """Bandwidth over that of copy_ against the size of a tensor."""
+    shown = [f"{codec} {way}" for codec in ("group_quant-2", "block_mean-2", "mask") for way in ("encode", "decode")]
+    heads = [f"{CODECS[name.split()[0]].removesuffix(', 2 bits')}, {name.split()[1]}" for name in shown]
+    lines = ["| float32 | `copy_` | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
+    for size in sorted({int(key[2]) for key in found if key[0] == "codec"}):
+        copy = found["codec", "copy_", str(size), "copy_", "tuned", "bandwidth"]
+        cells = [f"{found['codec', name, str(size), name, 'tuned', 'bandwidth'] / copy:.2f}x" for name in shown]
+        lines.append(f"| {size / 1e6:.3g} MB | {copy:.1f} GB/s | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def limits(found: dict[Key, float]) -> str:
     """Nanoseconds a value by the size of maps."""
 
@@ -144,7 +156,7 @@ def growth(found: dict[Key, float]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"steps": steps, "limits": limits, "growth": growth, "codecs": codecs}
+TABLES = {"steps": steps, "limits": limits, "growth": growth, "codecs": codecs, "sizes": sizes}
 
 
 def filled(page: str, found: dict[Key, float]) -> str:

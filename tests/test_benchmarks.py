@@ -21,10 +21,8 @@ def test_every_row_says_where_it_comes_from() -> None:
     with ROWS.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) > 100
-    for row in rows:
-        assert all(
-            row[name] for name in ("date", "commit", "machine", "threads", "python", "torch", "numba", "lowtide")
-        )
+    origin = ("date", "commit", "machine", "threads", "python", "torch", "numba", "lowtide")
+    assert all(row[name] for row in rows for name in origin)
 
 
 def test_a_page_without_a_place_for_a_table_is_refused() -> None:

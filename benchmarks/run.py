@@ -502,8 +502,11 @@ def main() -> None:
     unknown = set(given.cases) - set(CASES)
     if unknown:
         parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from {', '.join(CASES)}")
+    cases = given.cases or (list(CASES) if given.full else ["codec", "step", "overhead"])
+    if given.network and "step" not in cases:
+        parser.error(f"--network chooses networks of the case step; got {', '.join(cases)}")
     table = Table(given.out)
-    for name in given.cases or (list(CASES) if given.full else ["codec", "step", "overhead"]):
+    for name in cases:
         if name == "step":
             run_step(table, given.full, given.network)
         else:

@@ -22,7 +22,7 @@ import torch
 import lowtide
 from cases import BATCH, METHODS, SUBJECTS, checkpoint_blocks, step
 from lowtide import codecs
-from lowtide.measure import peak_above, run_child
+from lowtide.tools.measure import peak_above, run_child
 
 RESULTS = Path(__file__).parent / "results"
 FIELDS = [

@@ -13,4 +13,4 @@ import torch
 def _fixed_seeds(monkeypatch):
     """Torch's seed and the count of sessions, so that a test's noise does not depend on the tests before it."""
     torch.manual_seed(0)
-    monkeypatch.setattr("lowtide.session._ticks", itertools.count())
+    monkeypatch.setattr("lowtide.session.session._ticks", itertools.count())

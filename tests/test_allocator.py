@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.allocator import can_tune
-from lowtide.measure import run_child
+from lowtide.tools.malloc import can_tune
+from lowtide.tools.measure import run_child
 
 
 def count_faults(argument, emit):

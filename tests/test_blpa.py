@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.codecs import BlockMean, SixSigma, TensorMeta, fixed
-from lowtide.methods import Blpa
+from lowtide.policy.methods import Blpa
 
 WIDTHS = (1, 2, 4, 8)
 

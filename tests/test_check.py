@@ -18,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import cli, session
-from lowtide.check import (
+from lowtide import cli
+from lowtide.codecs import Codec, GroupQuant, Packed, TensorMeta
+from lowtide.session import session
+from lowtide.session.replay import gradients, part_of, samples_in
+from lowtide.verify.check import (
     LEAST_NOISE,
     LEVEL,
     SAFE_BIAS,
@@ -32,8 +35,6 @@ from lowtide.check import (
     difference,
     judge,
 )
-from lowtide.codecs import Codec, GroupQuant, Packed, TensorMeta
-from lowtide.replay import gradients, part_of, samples_in
 
 CONV = lowtide.Site("4", "Convolution", "input", 0)
 

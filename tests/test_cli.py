@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import lowtide
-from lowtide import cli, demo, measure
+from lowtide import cli
+from lowtide.tools import demo, measure
 
 MIB = 2**20
 
@@ -174,7 +175,7 @@ def test_tensor_peak_counts_what_lives_at_once() -> None:
 CHILD = """
 import os
 import torch
-from lowtide.measure import peak_above
+from lowtide.tools.measure import peak_above
 
 def small_blocks(argument, emit):
     def run():

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
-from lowtide import codecs, ops
+from lowtide import codecs
 from lowtide.codecs import (
     BlockMean,
     Cast,
@@ -41,7 +41,7 @@ from lowtide.codecs import (
     TwoValue,
     from_config,
 )
-from lowtide.kernels import reference
+from lowtide.kernels import ops, reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = tuple(n for n in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, n))

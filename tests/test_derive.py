@@ -14,8 +14,8 @@ from torch import nn
 
 import lowtide
 from lowtide.codecs import Derived, GroupQuant, Raw
-from lowtide.methods import Method
-from lowtide.rules import Need
+from lowtide.graph.rules import Need
+from lowtide.policy.methods import Method
 
 
 class Maps(nn.Module):

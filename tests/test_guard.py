@@ -15,10 +15,11 @@ from torch import nn
 
 import lowtide
 from lowtide.codecs import Cast, Codec, GroupQuant, Packed
-from lowtide.guard import Guard, Reading, Watch, _better, _thin
-from lowtide.methods import Method
-from lowtide.replay import gradients
-from lowtide.tuning import Use
+from lowtide.graph.rules import Need
+from lowtide.policy.methods import Method
+from lowtide.policy.use import Use
+from lowtide.session.replay import gradients
+from lowtide.verify.guard import Guard, Reading, Watch, _better, _thin
 from ranks import on_two_ranks
 
 BATCH = 64
@@ -218,7 +219,7 @@ def error_of(model, handle):
 
 
 def test_the_ladder_ends_at_exact():
-    use = Use(lowtide.rules.Need.LINEAR, lowtide.codecs.TensorMeta((64, 64), (64, 1), torch.float32), False, ())
+    use = Use(Need.LINEAR, lowtide.codecs.TensorMeta((64, 64), (64, 1), torch.float32), False, ())
     codec, seen = GroupQuant(1), []
     while codec is not None:
         codec = _better(use, codec)

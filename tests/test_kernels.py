@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide import kernels, ops
-from lowtide.kernels import reference
+from lowtide import kernels
+from lowtide.kernels import ops, reference
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = [1, 2, 3, 5, 7, 8, 13, 64, 97, 255, 256, 257, 1000, 1021, 4096, 4097]
@@ -549,7 +549,8 @@ def run(code: str, timeout: float = 120.0, **environment: str) -> subprocess.Com
     """Runs Python code in a fresh process, with ``ops``, ``reference`` and an input ``x`` at hand."""
     start = """
         import os, sys, torch
-        from lowtide import kernels, ops
+        from lowtide import kernels
+        from lowtide.kernels import ops
         from lowtide.kernels import reference
         x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
         def check():

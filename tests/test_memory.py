@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import lowtide
 from evidence import memory
 from evidence.nets import densenet161
-from lowtide import capture
 from lowtide.codecs import TensorMeta
+from lowtide.graph import capture
 from nets import resnet50
 from zoo import ZOO, densenet
 

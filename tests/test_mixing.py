@@ -18,7 +18,7 @@ from torch import nn
 
 import lowtide
 from lowtide.codecs import Derived, GroupQuant
-from lowtide.methods import Only
+from lowtide.policy.methods import Only
 
 
 class Branches(nn.Module):

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
 from lowtide.codecs import BlockMean, Cast, GroupQuant, Packed, Projection, Raw, SampleQuant, SixSigma, TensorMeta
-from lowtide.methods import ActNN
-from lowtide.offload import Moved, fetch, send, to_file, to_host
+from lowtide.policy.methods import ActNN
+from lowtide.session.offload import Moved, fetch, send, to_file, to_host
 
 CODECS = [
     Raw(),

@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide import session as session_module
-from lowtide.capture import Site
 from lowtide.codecs import Cast, Codec, GroupQuant, Mask, Projection, TensorMeta, from_config, projection
 from lowtide.codecs.projection import signs
-from lowtide.methods import Use, resolve
-from lowtide.rules import Need
+from lowtide.graph.capture import Site
+from lowtide.graph.rules import Need
+from lowtide.policy.methods import resolve
+from lowtide.policy.use import Use
 
 CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

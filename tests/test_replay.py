@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.replay import Sketch, gradients, undisturbed
+from lowtide.session.replay import Sketch, gradients, undisturbed
 
 
 class Net(nn.Module):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.capture import describe
+from lowtide.graph.capture import describe
+from lowtide.graph.rules import RULES, Need
 from lowtide.report import COMPRESSED, EXACT
-from lowtide.rules import RULES, Need
 
 Op = Callable[[Tensor, "Model"], Tensor]
 

@@ -114,7 +114,7 @@ def test_packed_memory_goes_with_the_graph():
 
 
 def _live_handles():
-    from lowtide.handles import Handle
+    from lowtide.session.handles import Handle
 
     return [o for o in gc.get_objects() if type(o) is Handle]
 
@@ -934,7 +934,7 @@ def test_ddp_on_two_ranks_is_bit_equal_with_raw(tmp_path):
 
 
 def test_without_use_counts_tensors_are_encoded_at_once(monkeypatch):
-    from lowtide import capture
+    from lowtide.graph import capture
 
     monkeypatch.setattr(capture, "probe", lambda: capture.Abilities(True, True, None))
     model, x = net(), torch.randn(64, 32)
@@ -947,7 +947,7 @@ def test_without_use_counts_tensors_are_encoded_at_once(monkeypatch):
 
 
 def test_without_slot_access_nothing_is_compressed_and_the_user_is_told(monkeypatch):
-    from lowtide import capture
+    from lowtide.graph import capture
 
     monkeypatch.setattr(capture, "probe", lambda: capture.Abilities(False, False, 2))
     model = net()
@@ -962,7 +962,7 @@ def test_without_slot_access_nothing_is_compressed_and_the_user_is_told(monkeypa
 
 
 def test_without_foreign_hook_names_checkpoint_is_still_left_alone(monkeypatch):
-    from lowtide import capture
+    from lowtide.graph import capture
 
     real = capture.probe()
     monkeypatch.setattr(capture, "probe", lambda: capture.Abilities(True, False, real.sole))

@@ -17,12 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowtide import codecs, levels, ops, tuning
-from lowtide.allocation import allocate, choose
-from lowtide.capture import Site
+from lowtide import codecs
 from lowtide.codecs import BlockMean, Cast, Codec, GroupQuant, TensorMeta
-from lowtide.rules import Need
-from lowtide.tuning import LevelTuner, SampleTuner, Use
+from lowtide.graph.capture import Site
+from lowtide.graph.rules import Need
+from lowtide.kernels import ops
+from lowtide.policy.solve import allocate, choose
+from lowtide.policy.tuners import fitting as levels
+from lowtide.policy.tuners.levels import LevelTuner
+from lowtide.policy.tuners.samples import SampleTuner, taps
+from lowtide.policy.use import Use
 
 # ---------------------------------------------------------------- bits
 
@@ -472,7 +476,7 @@ def energies(tensor, group=16):
 
 
 def test_use_is_still_found_among_methods():
-    assert importlib.import_module("lowtide.methods").Use is Use
+    assert importlib.import_module("lowtide.policy.methods").Use is Use
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -717,7 +721,7 @@ def test_gradients_are_wanted_only_before_bits_are_divided():
 
 def test_taps_count_the_weights_a_value_meets():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv1d(4, 4, 5, groups=4), nn.Linear(2, 2), nn.Conv3d(1, 1, (1, 2, 3)))
-    assert tuning.taps(model) == {"0": 9.0, "1": 1.25, "3": 6.0}
+    assert taps(model) == {"0": 9.0, "1": 1.25, "3": 6.0}
 
 
 def test_wrong_settings_of_tuners_are_named():

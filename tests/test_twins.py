@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.codecs import BlockMean
-from lowtide.methods import Method, Pool
+from lowtide.graph.twins import PooledConvolution, pooled_convolution
+from lowtide.policy.methods import Method, Pool
 from lowtide.report import COMPRESSED, EXACT, HELD, SHARED
-from lowtide.twins import PooledConvolution, pooled_convolution
 
 FORMS = {1: [torch.contiguous_format], 2: [torch.contiguous_format, torch.channels_last]}
 FORMS[3] = [torch.contiguous_format, torch.channels_last_3d]

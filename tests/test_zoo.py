@@ -132,7 +132,7 @@ def test_gradient_error_falls_with_bits_and_stays_below_the_bound(name, method):
     Root mean squares over a few draws (the large net averages over enough values in one). The true variance is
     on average 2/3 of the largest, so the ratio of the two is expected at 0.8; 1.5 leaves room for few draws.
     """
-    from lowtide.methods import resolve
+    from lowtide.policy.methods import resolve
 
     _, exact, _ = train(name, steps=1)
     draws = range(1 if name.startswith("resnet50") else 4)

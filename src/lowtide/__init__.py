@@ -6,16 +6,16 @@
 """
 
 from . import codecs
-from .allocator import tune_cpu_allocator
 from .attachment import Attachment, attach, compress
-from .capture import Site
-from .check import CheckResult, check
 from .codecs import Codec
-from .guard import Guard
-from .methods import Method, methods
-from .planner import Plan
+from .graph.capture import Site
+from .policy.methods import Method, methods
+from .policy.plan import Plan
 from .report import Report
 from .session import Session
+from .tools.malloc import tune_cpu_allocator
+from .verify.check import CheckResult, check
+from .verify.guard import Guard
 
 __version__ = "0.1.0.dev0"
 

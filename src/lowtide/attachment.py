@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .codecs import Codec
-from .guard import Guard, Watch
-from .methods import Method, resolve
-from .planner import Plan
+from .policy.methods import Method
+from .policy.plan import Plan
 from .report import Report
-from .session import MIN_NUMEL, Session
+from .session import MIN_NUMEL, OPENER, Session, new_session
+from .verify.guard import Guard, Watch
 
 
 class Attachment:
@@ -69,13 +69,6 @@ class Attachment:
             self.guard.load_state_dict(state["guard"])
 
 
-def attached(model: nn.Module) -> bool:
-    """Is any module of ``model`` under :func:`attach`?"""
-    return any(getattr(h, _OPENER, False) for m in model.modules() for h in m._forward_pre_hooks.values())
-
-
-_OPENER = "opens_lowtide_session"
-
 # Hooks are closures, not bound methods: copy.deepcopy of a model then leaves the session alone.
 
 
@@ -84,7 +77,7 @@ def _opener(session: Session) -> Callable[..., None]:
         if not torch.compiler.is_compiling():  # compiled code saves what it likes, exactly
             session.begin(module)
 
-    setattr(open_session, _OPENER, True)
+    setattr(open_session, OPENER, True)
     return open_session
 
 
@@ -110,27 +103,6 @@ def _after(watch: Watch) -> Callable[..., None]:
             watch.after(module, args, kwargs, output)
 
     return wait
-
-
-def _session(
-    model: nn.Module,
-    method: str | Method | Codec | Plan,
-    seed: int,
-    min_numel: int,
-    derive: bool,
-    options: dict[str, Any],
-) -> Session:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    if next(model.parameters(), None) is None:
-        raise ValueError("the model has no parameters, so there is no training memory to compress")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be a whole number; got {seed!r}")
-    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
-        raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
-    if not isinstance(derive, bool):
-        raise TypeError(f"derive must be True or False; got {derive!r}")
-    return Session(model, resolve(method, options), seed, min_numel, derive)
 
 
 def compress(
@@ -167,7 +139,7 @@ def compress(
     >>> session.report().ratio > 4
     True
     """
-    return _session(model, method, seed, min_numel, derive, options)
+    return new_session(model, method, seed, min_numel, derive, options)
 
 
 def attach(
@@ -202,5 +174,5 @@ def attach(
     """
     if not isinstance(guard, (bool, Guard)):
         raise TypeError(f"guard must be True, False or a lowtide.Guard; got {guard!r}")
-    session = _session(model, method, seed, min_numel, derive, options)
+    session = new_session(model, method, seed, min_numel, derive, options)
     return Attachment(model, session, Guard() if guard is True else guard or None)

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import __version__, capture, demo, kernels
-from .allocator import can_tune
+from . import __version__, kernels
 from .attachment import compress
-from .check import check, default_loss
-from .measure import ChildError
-from .methods import Method, methods, resolve
+from .graph import capture
+from .policy.methods import Method, methods, resolve
+from .tools import demo
+from .tools.malloc import can_tune
+from .tools.measure import ChildError
+from .verify.check import check, default_loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .capture import Site
+from .graph.capture import Site
 
 COMPRESSED = "compressed"
 EXACT = "exact"

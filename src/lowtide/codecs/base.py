@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..kernels import ops
 
 
 class NotRepresentable(ValueError):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..kernels import ops
 from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require
 from .lossy import require_float
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..kernels import ops
 from .base import Codec, NotRepresentable, Packed, TensorMeta, flatten, layout_of, with_stride
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)

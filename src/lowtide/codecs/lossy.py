@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import ops
+from ..kernels import ops
 from .base import (
     Codec,
     Layout,

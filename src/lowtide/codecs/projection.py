@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..kernels import ops
 from ..kernels.reference import mix
 from .base import Codec, Packed, TensorMeta, flatten, layout_of, require, require_positive
 from .lossy import BITS, GroupQuant, require_float

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from . import PROCESS, reference
+from . import reference
+from .backends import PROCESS
 from .compiled import BATCH, BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32, KERNELS, team
 from .reference import groups_in_row, low_shape, row_bytes
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..codecs import FLOATS, BlockMean, TensorMeta
 from . import capture
-from .codecs import FLOATS, BlockMean, TensorMeta
 
 _CONVOLUTIONS: dict[Callable[..., Any], int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

@@ -17,11 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import capture, kernels
-from .capture import Capture, Site, Slot
-from .codecs import FLOATS, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
-from .codecs.base import form_of
-from .derive import Origin, origin_of
+from .. import kernels
+from ..codecs import FLOATS, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
+from ..codecs.base import form_of
+from ..graph import capture
+from ..graph.capture import Capture, Site, Slot
+from ..graph.derive import Origin, origin_of
+from ..graph.rules import Need, rule_for
+from ..policy.methods import Method, Only, Survey, resolve
+from ..policy.plan import Plan
+from ..policy.tuners.base import Probed
+from ..policy.use import Use
+from ..report import EXACT, HELD, SHARED, Report, size
 from .handles import (
     MASK,
     Consumer,
@@ -40,13 +47,8 @@ from .handles import (
     roots_of,
     sites_of,
 )
-from .methods import Method, Only, Survey
-from .mixing import Probed
 from .offload import Moved, send
 from .replay import Sketch, gradients
-from .report import EXACT, HELD, SHARED, Report, size
-from .rules import Need, rule_for
-from .tuning import Use
 
 MIN_NUMEL = 4096
 """Smaller tensors stay exact: they hold few bytes, and packing one costs some 20 microseconds."""
@@ -664,6 +666,37 @@ class Session:
             away = sum(row.away for row in self._rows if row.place == place)
             notes.append(f"{size(away)} of packed values are {place}, not on the device, and not counted as stored")
         return Report(_describe(self.method), rows, tuple(notes))
+
+
+OPENER = "opens_lowtide_session"
+"""The attribute by which hooks of an attached model are known."""
+
+
+def attached(model: nn.Module) -> bool:
+    """Is any module of ``model`` attached?"""
+    return any(getattr(h, OPENER, False) for m in model.modules() for h in m._forward_pre_hooks.values())
+
+
+def new_session(
+    model: nn.Module,
+    method: str | Method | Codec | Plan,
+    seed: int,
+    min_numel: int,
+    derive: bool,
+    options: dict[str, Any],
+) -> Session:
+    """A session that is not open yet, for what a user named; raises if the arguments make no sense."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if next(model.parameters(), None) is None:
+        raise ValueError("the model has no parameters, so there is no training memory to compress")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number; got {seed!r}")
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
+        raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
+    if not isinstance(derive, bool):
+        raise TypeError(f"derive must be True or False; got {derive!r}")
+    return Session(model, resolve(method, options), seed, min_numel, derive)
 
 
 def _describe(method: Method) -> str:

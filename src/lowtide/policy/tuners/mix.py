@@ -1,4 +1,4 @@
-"""Which bits, and which codec, each stored tensor deserves: options weighed by what their error does to the gradient.
+"""Which codec each stored tensor deserves: options weighed by what their error does to the gradient.
 
 The error that a codec adds to the gradient is about ``sensitivity * mean squared error``. Errors are measured on the
 tensors themselves. Sensitivities come from the last backward by a formula, or, for the price of one small pass a
@@ -10,101 +10,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import levels, ops
-from .allocation import allocate, choose
-from .capture import Site
-from .codecs import BlockMean, Codec, Derived, GroupQuant, from_config
-from .codecs.base import flatten
-from .rules import Need
-from .tuning import Rebuild, Tuner, Use, histogram_of, require_keys, site_of
-
-
-class Probed(Tuner):
-    """A tuner that can use measured sensitivities."""
-
-    @property
-    def ready(self) -> bool:
-        """Can it make use of probes by now?"""
-        return True
-
-    @abstractmethod
-    def probe_codec(self, use: Use) -> Codec | None:
-        """What a probe rounds this tensor with; None if its codec is not up for choice."""
-
-    @abstractmethod
-    def measured(self, found: Sequence[tuple[Use, float]]) -> None:
-        """For each probed tensor the squared change of the gradient; decide anew."""
-
-
-# ---------------------------------------------------------------- bits for tensors
-
-
-class BitTuner(Probed):
-    """Bits for each tensor, ``bits`` a value on average, from probes (GACT, Liu et al. 2022).
-
-    Every tensor has the method's own bits until the first probe; so has a tensor that the probe did not meet. What
-    passes through an exponential keeps its own bits always (the change is far from quadratic in its noise), and so does
-    what propagates if ``propagating`` gives its bits. The others share what is left of the average.
-    """
-
-    def __init__(self, bits: float, group: int, propagating: int | None = None) -> None:
-        super().__init__()
-        self.bits = bits
-        self.group = group
-        self.propagating = propagating
-        self._table: dict[Site, int] = {}
-        self._fixed: dict[Site, tuple[int, int]] = {}  # values, and bits that are not up for choice
-
-    def begin(self, step: int) -> None:
-        """Nothing changes between probes."""
-
-    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
-        """The bits the last probe gave."""
-        bits = self._table.get(use.sites[0])
-        return base if bits is None or not isinstance(base, GroupQuant) else dataclasses.replace(base, bits=bits)
-
-    def probe_codec(self, use: Use) -> Codec | None:
-        """Two bits: little enough to be seen, enough not to be all noise."""
-        if use.need >= Need.LOGARITHM:
-            return None
-        own = 8 if use.need is Need.EXPONENT else self.propagating if use.need is Need.PROPAGATE else None
-        if own is not None:
-            self._fixed[use.sites[0]] = (use.meta.numel, own)
-            return None
-        return GroupQuant(2, self.group, "sample" if use.dims else "row")
-
-    def measured(self, found: Sequence[tuple[Use, float]]) -> None:
-        """Divide the bits: least sum of changes, each taken as falling with the square of the number of steps."""
-        numels = [use.meta.numel for use, _ in found]
-        spent = sum(numel * bits for numel, bits in self._fixed.values())
-        total = sum(numels) + sum(numel for numel, _ in self._fixed.values())
-        self._fixed.clear()
-        if not found:
-            return
-        with self.timed():
-            cost = torch.tensor([change * 9.0 for _, change in found], dtype=torch.float64)
-            budget = max(int(self.bits * total) - spent, sum(numels))
-            bits = allocate(cost, torch.tensor(numels), budget, (1, 2, 4, 8)).tolist()
-            self._table = {use.sites[0]: b for (use, _), b in zip(found, bits, strict=True)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Bits by site."""
-        return {"bits": [[list(site), bits] for site, bits in self._table.items()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
-        require_keys(state, {"bits"})
-        self._table = {site_of(site): bits for site, bits in state["bits"]}
-
-
-# ---------------------------------------------------------------- codecs for tensors
+from ...codecs import BlockMean, Codec, Derived, GroupQuant, from_config
+from ...codecs.base import flatten
+from ...graph.capture import Site
+from ...graph.rules import Need
+from ...kernels import ops
+from ..solve import choose
+from ..use import Use
+from . import fitting
+from .base import Probed, Rebuild, require_keys, site_of
+from .levels import histogram_of
 
 
 class Option(NamedTuple):
@@ -251,8 +172,8 @@ class MixTuner(Probed):
             for codec in plain:
                 found.append(codec)
                 if bits in (2, 3):
-                    fitted = levels.fit_levels(histogram_of(piece, codec), bits)
-                    if fitted != levels.uniform_levels(bits):
+                    fitted = fitting.fit_levels(histogram_of(piece, codec), bits)
+                    if fitted != fitting.uniform_levels(bits):
                         found.append(dataclasses.replace(codec, levels=fitted))
         return found
 

@@ -15,15 +15,19 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from .capture import Site
-from .codecs import BlockMean, Cast, Codec, Derived, GroupQuant, Projection, SixSigma
-from .codecs.base import layout_of, require, require_positive
-from .codecs.lossy import BITS
-from .mixing import BitTuner, MixTuner, Probed
-from .planner import Plan
-from .rules import Need
-from .tuning import LevelTuner, SampleTuner, Tuner, Use, taps
-from .twins import pooled_convolution
+from ..codecs import BlockMean, Cast, Codec, Derived, GroupQuant, Projection, SixSigma
+from ..codecs.base import layout_of, require, require_positive
+from ..codecs.lossy import BITS
+from ..graph.capture import Site
+from ..graph.rules import Need
+from ..graph.twins import pooled_convolution
+from .plan import Plan
+from .tuners.base import Probed, Tuner
+from .tuners.bits import BitTuner
+from .tuners.levels import LevelTuner
+from .tuners.mix import MixTuner
+from .tuners.samples import SampleTuner, taps
+from .use import Use
 
 
 class Method(ABC):

@@ -13,8 +13,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from ..codecs import FLOATS, Codec, Indices, Mask, PoolOffsets, ShapeOnly, TwoValue
 from .capture import Slot
-from .codecs import FLOATS, Codec, Indices, Mask, PoolOffsets, ShapeOnly, TwoValue
 
 
 class Need(IntEnum):

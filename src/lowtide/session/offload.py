@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .codecs import Packed
+from ..codecs import Packed
 
 HOMES = ("device", "host", "file")
 _PLACES = {"host": "in host memory", "file": "in a file"}

@@ -17,17 +17,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import capture
-from .attachment import attached, compress
-from .capture import Site
-from .codecs import Codec, TensorMeta
+from ..codecs import Codec, TensorMeta
+from ..graph import capture
+from ..graph.capture import Site
+from ..policy.methods import Method
+from ..policy.plan import Plan
+from ..policy.use import Use
+from ..report import Report, size
+from ..session import MIN_NUMEL, Session, attached, new_session
+from ..session.replay import NotDivisible, gradients, part_of, samples_in, suspects
 from .guard import LEAST_NOISE
-from .methods import Method
-from .planner import Plan
-from .replay import NotDivisible, gradients, part_of, samples_in, suspects
-from .report import Report, size
-from .session import MIN_NUMEL, Session
-from .tuning import Use
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -216,7 +215,7 @@ def check(
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise ValueError(f"seconds must be a number of at least 0; got {seconds!r}")
     loss = default_loss(batch) if loss_fn is None else loss_fn
-    session = compress(model, method, seed=seed, min_numel=min_numel, derive=derive, **options)
+    session = new_session(model, method, seed, min_numel, derive, options)
     if capture.watching() or attached(model):
         raise RuntimeError(
             "this model is being compressed already, so its exact gradient is out of reach; call check() outside of "
@@ -245,7 +244,7 @@ def check(
 
     def spared(use: Use) -> dict[str, Tensor]:
         table = {(u.sites, u.meta): codec for u, codec in chosen.items() if u != use}
-        fixed = compress(model, _Fixed(table, session.method), seed=seed, min_numel=min_numel)
+        fixed = new_session(model, _Fixed(table, session.method), seed, min_numel, False, {})
         return _gathered(fixed.gradients(run, step))
 
     sites = []

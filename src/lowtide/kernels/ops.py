@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import reference, register
-from .kernels.reference import group_bytes, groups_in_row, low_shape, row_bytes
+from . import reference
+from .backends import register
+from .reference import group_bytes, groups_in_row, low_shape, row_bytes
 
 __all__ = [
     "block_means",

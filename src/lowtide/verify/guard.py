@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import capture
-from .capture import Site
-from .codecs import Cast, Codec, GroupQuant, from_config
-from .replay import NotDivisible, gradients, leaves_of, part_of, samples_in, suspects
-from .report import size
-from .session import Session
-from .tuning import Use, require_keys, site_of
+from ..codecs import Cast, Codec, GroupQuant, from_config
+from ..graph import capture
+from ..graph.capture import Site
+from ..policy.tuners.base import require_keys, site_of
+from ..policy.use import Use
+from ..report import size
+from ..session import Session
+from ..session.replay import NotDivisible, gradients, leaves_of, part_of, samples_in, suspects
 
 logger = logging.getLogger("lowtide.guard")
 

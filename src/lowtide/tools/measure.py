@@ -58,7 +58,7 @@ def run_child(
         json.dump(argument, given)
         given.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", "lowtide.measure", function],
+            [sys.executable, "-m", "lowtide.tools.measure", function],
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=written,

@@ -1,118 +1,25 @@
-"""What an adaptive method learns while training: which samples, layers and levels deserve the bits.
-
-A tuner changes the codec a method chose, from what it saw in earlier steps and in the tensor at hand. Its state is
-small and plain, and a run that resumes from it decides the same.
-"""
+"""Bits for samples and layers (ActNN's level 3, Chen et al. 2021)."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import codecs, levels, ops
-from .allocation import allocate
-from .capture import Site
-from .codecs import BlockMean, Codec, GroupQuant, TensorMeta
-from .codecs.base import flatten, require_positive
-from .codecs.lossy import row_of
-from .rules import Need
-
-
-class Use(NamedTuple):
-    """What is known of a stored tensor when its codec is chosen: all its consumers together."""
-
-    need: Need
-    meta: TensorMeta
-    spatial: bool
-    sites: tuple[Site, ...]
-    sources: tuple[Site, ...] = ()
-    """First sites of stored tensors that are enough to rebuild it; then ``Derived()`` may be its codec."""
-    rectified: bool = False
-    """It has no negative values, and an exact mask of its zeros is stored."""
-
-    @property
-    def derivable(self) -> bool:
-        """Need it not be stored at all?"""
-        return bool(self.sources)
-
-    @property
-    def dims(self) -> int:
-        """Trailing spatial dimensions of a feature map, 0 if the tensor is not one."""
-        return len(self.meta.shape) - 2 if self.spatial and 3 <= len(self.meta.shape) <= 5 else 0
-
-
-Rebuild = Callable[[], Tensor]
-
-
-class Tuner(ABC):
-    """What an adaptive method learns while training; lives in a session, holds no graph."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    @abstractmethod
-    def begin(self, step: int) -> None:
-        """Before each forward that will be compressed."""
-
-    @abstractmethod
-    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
-        """The codec for these values, in place of the method's own ``base``; ``tensor`` is only read.
-
-        ``rebuild`` makes the tensor again from those it can be derived from, as they are stored.
-        """
-
-    def wants_gradient(self, site: Site, need: Need) -> bool:
-        """Whether backward should show the gradient of this site's node to :meth:`observe`."""
-        return False
-
-    def observe(self, site: Site, gradient: Tensor) -> None:
-        """In backward: the gradient of the output of the node that saved ``site``."""
-        return
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON; NaN is possible."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``: the decisions that follow are the same, bit for bit."""
-
-    def seconds(self) -> float:
-        """Time spent deciding so far, as the host sees it."""
-        return self._seconds
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time spent inside."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds += time.perf_counter() - start
-
-
-def require_keys(state: Mapping[str, Any], keys: set[str]) -> None:
-    """Raise unless a state has exactly these."""
-    if set(state) != keys:
-        raise ValueError(f"expected a state with the keys {sorted(keys)}; got {sorted(state)}")
-
-
-def site_of(row: list[Any]) -> Site:
-    """The site that a state keeps as a list."""
-    module, op, slot, ordinal = row
-    return Site(module, op, slot, ordinal)
-
-
-# ---------------------------------------------------------------- bits for samples and layers
+from ... import codecs
+from ...codecs import Codec, GroupQuant
+from ...codecs.base import flatten, require_positive
+from ...codecs.lossy import row_of
+from ...graph.capture import Site
+from ...graph.rules import Need
+from ...kernels import ops
+from ..solve import allocate
+from ..use import Use
+from .base import Rebuild, Tuner, require_keys, site_of
 
 
 @dataclass
@@ -284,82 +191,3 @@ class SampleTuner(Tuner):
         self._left = set()
         self._refreshed = state["refreshed"]
         self._last = None
-
-
-# ---------------------------------------------------------------- levels for distributions
-
-
-class _Table(NamedTuple):
-    step: int
-    bits: int
-    levels: tuple[float, ...] | None  # None where equal steps are best
-
-
-# One bit has no inner level; from 5 bits on there is little to gain.
-_FITTED = range(2, 5)
-_SAMPLE = 1 << 18
-
-
-class LevelTuner(Tuner):
-    """Levels where the values are (TinyScript, Fu et al. 2020): one table for each site.
-
-    A table is fitted to the tensor at hand when its site is first seen, and again every ``refresh`` steps. A tensor
-    without negative values counts by its positive ones, as it is encoded. Codecs of block means get the table
-    of the differences they round.
-    """
-
-    def __init__(self, refresh: int = 500) -> None:
-        super().__init__()
-        require_positive(refresh, "refresh")
-        self.refresh = refresh
-        self._step = 0
-        self._tables: dict[Site, _Table] = {}
-
-    def begin(self, step: int) -> None:
-        """Remember the step."""
-        self._step = step
-
-    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
-        """``base`` with levels, where it rounds in groups and unequal steps are better."""
-        if not isinstance(base, GroupQuant | BlockMean) or base.bits not in _FITTED:
-            return base
-        if isinstance(base, BlockMean) and base.faithful:
-            return base
-        table = self._tables.get(use.sites[0])
-        if table is None or table.bits != base.bits or not 0 <= self._step - table.step < self.refresh:
-            with self.timed():
-                fitted = levels.fit_levels(histogram_of(tensor.detach(), base), base.bits)
-            even = fitted == levels.uniform_levels(base.bits)
-            table = self._tables[use.sites[0]] = _Table(self._step, base.bits, None if even else fitted)
-        if table.levels is None:
-            return base
-        return dataclasses.replace(base, levels=table.levels)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All tables, and when they were fitted."""
-        rows = [
-            [list(s), t.step, t.bits, None if t.levels is None else list(t.levels)] for s, t in self._tables.items()
-        ]
-        return {"step": self._step, "tables": rows}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
-        require_keys(state, {"step", "tables"})
-        self._step = state["step"]
-        self._tables = {site_of(s): _Table(n, b, None if t is None else tuple(t)) for s, n, b, t in state["tables"]}
-
-
-def histogram_of(tensor: Tensor, base: GroupQuant | BlockMean) -> Tensor:
-    """Where the values that ``base`` rounds lie in their groups."""
-    layout = base.layout if isinstance(base, GroupQuant) else "sample"
-    if isinstance(base, BlockMean):  # the first samples are enough, and their differences are small
-        samples = max(1, _SAMPLE * tensor.shape[0] // max(1, tensor.numel()))
-        tensor = tensor[:samples]
-    rectified = tensor.numel() > 0 and bool(tensor.amin() >= 0)
-    flat, meta, order = flatten(tensor)
-    row = row_of(layout, order, meta.numel)
-    if isinstance(base, GroupQuant):
-        return levels.histogram(flat, row, base.group, rectified)
-    means = dataclasses.replace(base, bits=0)
-    difference = tensor - means.encode(tensor, key=0).decode()
-    return levels.histogram(flatten(difference)[0], row, base.group, rectified, source=flat)

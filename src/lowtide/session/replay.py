@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .tuning import Use
+from ..policy.use import Use
 
 
 @contextmanager

@@ -14,14 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import capture, ops
-from .capture import Site
-from .codecs import BlockMean, Codec, Mask, Packed, Raw, TensorMeta
-from .codecs.base import flatten, layout_of
-from .derive import PIECE, Origin, pieces
+from ..codecs import BlockMean, Codec, Mask, Packed, Raw, TensorMeta
+from ..codecs.base import flatten, layout_of
+from ..graph import capture
+from ..graph.capture import Site
+from ..graph.derive import PIECE, Origin, pieces
+from ..graph.rules import Need
+from ..kernels import ops
+from ..report import COMPRESSED, EXACT, SHARED, SiteReport
 from .offload import fetch
-from .report import COMPRESSED, EXACT, SHARED, SiteReport
-from .rules import Need
 
 MASK = Mask()  # what backward reads of a rectified tensor
 

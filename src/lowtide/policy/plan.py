@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .capture import Site
-from .codecs import Codec, from_config
+from ..codecs import Codec, from_config
+from ..graph.capture import Site
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import kernels
-from .attachment import compress
+from .. import kernels
+from ..attachment import compress
+from ..report import size
+from ..session import Session
 from .measure import Emit, peak_above, run_child
-from .report import size
-from .session import Session
 
 EXACT = "exact"
 METHODS = (EXACT, "division", "actnn", "pool")
@@ -239,8 +239,8 @@ def compare(steps: int, batch: int, on_step: Callable[[str], None]) -> list[Row]
     def child(function: str, name: str, exact_rss: bool, **more: Any) -> dict[str, Any]:
         return run_child(function, argument | more, exact_rss=exact_rss, on_event=lambda _: on_step(name))
 
-    trained = {m: child("lowtide.demo:train", m, exact_rss=False, method=m) for m in METHODS}
-    peak = child("lowtide.demo:peaks", "memory", exact_rss=True)
+    trained = {m: child("lowtide.tools.demo:train", m, exact_rss=False, method=m) for m in METHODS}
+    peak = child("lowtide.tools.demo:peaks", "memory", exact_rss=True)
     return [Row(m, peak_nbytes=peak[m], **trained[m]) for m in METHODS]
 
 

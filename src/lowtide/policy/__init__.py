@@ -1,0 +1,1 @@
+"""Policies: what happens to each saved tensor, and how that is decided."""

@@ -1,0 +1,1 @@
+"""Tuners: what adaptive methods learn while training."""

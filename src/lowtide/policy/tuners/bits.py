@@ -1,0 +1,75 @@
+"""Bits for each tensor from probes of the gradient (GACT, Liu et al. 2022)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...codecs import Codec, GroupQuant
+from ...graph.capture import Site
+from ...graph.rules import Need
+from ..solve import allocate
+from ..use import Use
+from .base import Probed, Rebuild, require_keys, site_of
+
+
+class BitTuner(Probed):
+    """Bits for each tensor, ``bits`` a value on average, from probes (GACT, Liu et al. 2022).
+
+    Every tensor has the method's own bits until the first probe; so has a tensor that the probe did not meet. What
+    passes through an exponential keeps its own bits always (the change is far from quadratic in its noise), and so does
+    what propagates if ``propagating`` gives its bits. The others share what is left of the average.
+    """
+
+    def __init__(self, bits: float, group: int, propagating: int | None = None) -> None:
+        super().__init__()
+        self.bits = bits
+        self.group = group
+        self.propagating = propagating
+        self._table: dict[Site, int] = {}
+        self._fixed: dict[Site, tuple[int, int]] = {}  # values, and bits that are not up for choice
+
+    def begin(self, step: int) -> None:
+        """Nothing changes between probes."""
+
+    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
+        """The bits the last probe gave."""
+        bits = self._table.get(use.sites[0])
+        return base if bits is None or not isinstance(base, GroupQuant) else dataclasses.replace(base, bits=bits)
+
+    def probe_codec(self, use: Use) -> Codec | None:
+        """Two bits: little enough to be seen, enough not to be all noise."""
+        if use.need >= Need.LOGARITHM:
+            return None
+        own = 8 if use.need is Need.EXPONENT else self.propagating if use.need is Need.PROPAGATE else None
+        if own is not None:
+            self._fixed[use.sites[0]] = (use.meta.numel, own)
+            return None
+        return GroupQuant(2, self.group, "sample" if use.dims else "row")
+
+    def measured(self, found: Sequence[tuple[Use, float]]) -> None:
+        """Divide the bits: least sum of changes, each taken as falling with the square of the number of steps."""
+        numels = [use.meta.numel for use, _ in found]
+        spent = sum(numel * bits for numel, bits in self._fixed.values())
+        total = sum(numels) + sum(numel for numel, _ in self._fixed.values())
+        self._fixed.clear()
+        if not found:
+            return
+        with self.timed():
+            cost = torch.tensor([change * 9.0 for _, change in found], dtype=torch.float64)
+            budget = max(int(self.bits * total) - spent, sum(numels))
+            bits = allocate(cost, torch.tensor(numels), budget, (1, 2, 4, 8)).tolist()
+            self._table = {use.sites[0]: b for (use, _), b in zip(found, bits, strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bits by site."""
+        return {"bits": [[list(site), bits] for site, bits in self._table.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        require_keys(state, {"bits"})
+        self._table = {site_of(site): bits for site, bits in state["bits"]}

@@ -1,0 +1,1 @@
+"""Tools around the library: measuring memory, the demo, the tuning of malloc."""

@@ -51,10 +51,11 @@ class Only(lowtide.Method):
     slots: tuple[str, ...]
     codec: Codec
 
-    def codec_for(self, use: Any) -> Codec | None:
+    def choose(self, use: Any) -> lowtide.Choice:
         # A tensor that attention saved too counts as attention's: it has the greater need.
         sites = [s for s in use.sites if s.op == _SDPA] or use.sites
-        return self.codec if any(f"{s.op}.{s.slot}" in self.slots for s in sites) else None
+        wanted = any(f"{s.op}.{s.slot}" in self.slots for s in sites)
+        return lowtide.Choice.store(self.codec) if wanted else lowtide.Choice.keep()
 
 
 def data() -> tuple[Tensor, Tensor]:

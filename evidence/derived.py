@@ -88,7 +88,7 @@ def rows_of(name: str, draws: int = DRAWS) -> Iterator[Row]:
                     "stored_bits": stored_bits(report, values),
                     "ratio": report.ratio,
                     "error": sum(errors) / draws,
-                    "rebuilt": sum("derived" in row.codec.split(" + ") for row in report.sites),
+                    "rebuilt": sum("rebuilt" in row.codec.split(" + ") for row in report.sites),
                     "draws": draws,
                     "stored_nbytes": report.stored_nbytes,
                     "plain_nbytes": report.plain_nbytes,

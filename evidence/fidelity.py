@@ -258,10 +258,10 @@ class Probe(lowtide.Method):
     def __init__(self) -> None:
         self.uses: list[Any] = []
 
-    def codec_for(self, use: Any) -> Codec:
+    def choose(self, use: Any) -> lowtide.Choice:
         """Always the same."""
         self.uses.append(use)
-        return self.codec
+        return lowtide.Choice.store(self.codec)
 
 
 def values_of(model: nn.Module, batch: Batch) -> dict[lowtide.Site, Value]:

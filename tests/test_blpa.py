@@ -172,9 +172,9 @@ def test_a_unit_keeps_one_code_and_one_mask(units, bits, faithful):
     sites = {(s.site.module, s.site.op): s for s in report.sites if s.codec}
     assert {k: s.codec for k, s in sites.items()} == {
         ("norm1", "NativeBatchNorm"): str(codec),
-        ("relu1", "Relu"): "derived + mask",
+        ("relu1", "Relu"): "rebuilt + mask",
         ("norm2", "NativeBatchNorm"): str(codec),
-        ("relu2", "Relu"): "derived + mask",
+        ("relu2", "Relu"): "rebuilt + mask",
     }
     maps = TensorMeta.of(torch.empty(4, 8, 9, 9))
     mask = maps.numel // 8
@@ -274,7 +274,7 @@ def test_values_that_need_more_bits_are_not_rebuilt_from_fewer():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 4, 1))
     x = torch.randn(4, 3, 16, 16)
-    for bits, wanted in ((2, "block_mean(4 bits)"), (4, "derived")):
+    for bits, wanted in ((2, "block_mean(4 bits)"), (4, "rebuilt")):
         _, session = gradients(model, x, blpa(model, bits))
         found = {s.site.op: s.codec for s in session.report().sites if s.codec}
         assert found["Gelu"].replace("group_quant", "block_mean") == wanted

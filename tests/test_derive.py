@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.codecs import Derived, GroupQuant, Raw
+from lowtide.codecs import GroupQuant, Raw
 from lowtide.graph.rules import Need
 from lowtide.policy.methods import Method
 
@@ -91,7 +91,7 @@ def gradients(model, x, context, autocast=False):
 
 
 def rebuilt(report):
-    return [s for s in report.sites if s.codec.startswith("derived")]
+    return [s for s in report.sites if s.codec.startswith("rebuilt")]
 
 
 @pytest.fixture(params=NETS)
@@ -153,12 +153,13 @@ class FirstNorm(Method):
     """The input of the first norm in 2 bits, what can be rebuilt from it rebuilt, all else exact."""
 
     name: ClassVar[str] = "first norm"
-    derives: ClassVar[bool] = True
+    rebuilds: ClassVar[bool] = True
 
-    def codec_for(self, use):
-        if use.derivable and use.need is Need.LINEAR and any(s.module == "relu" for s in use.sites):
-            return Derived()
-        return GroupQuant(2) if any(s.module == "norm1" for s in use.sites) else None
+    def choose(self, use):
+        if use.sources and use.need is Need.LINEAR and any(s.module == "relu" for s in use.sites):
+            return lowtide.Choice.rebuild()
+        first = any(s.module == "norm1" for s in use.sites)
+        return lowtide.Choice.store(GroupQuant(2)) if first else lowtide.Choice.keep()
 
 
 def test_backward_twice_reads_the_same_values():
@@ -279,7 +280,7 @@ def test_what_propagates_is_not_rebuilt_from_less():
     codecs = {s.site.op: s.codec for s in session.report().sites if s.codec}
     assert codecs["NativeBatchNorm"] == "block_mean(2 bits)"
     assert codecs["Silu"] == "group_quant(4 bits)"
-    assert codecs["Convolution"] == "derived"
+    assert codecs["Convolution"] == "rebuilt"
 
 
 def test_a_factor_that_changed_does_not_change_the_gradient():

@@ -82,8 +82,9 @@ class Spoilt(Method):
     module: str
     codec: Codec
 
-    def codec_for(self, use: Use) -> Codec | None:
-        return self.codec if any(site.module == self.module for site in use.sites) else GroupQuant(8)
+    def choose(self, use: Use) -> lowtide.Choice:
+        spoilt = any(site.module == self.module for site in use.sites)
+        return lowtide.Choice.store(self.codec if spoilt else GroupQuant(8))
 
 
 @pytest.mark.parametrize("method", ["actnn", "division", "auto", "tinyscript", "gact", "lossless"])
@@ -94,7 +95,7 @@ def test_a_guard_that_finds_nothing_changes_nothing(method):
     for a, b in zip(train(plain), train(watched), strict=True):
         assert torch.equal(a, b)
     assert [reading.step for reading in handle.guard.readings] == [2, 4, 6]
-    assert handle.guard.raised == {}
+    assert len(handle.guard.raised) == 0
     assert handle.guard.off is None
     assert not any("guard" in note for note in handle.report().notes)
 
@@ -141,7 +142,7 @@ def test_a_biased_codec_is_found_raised_logged_and_kept(caplog):
     handle = lowtide.attach(model, method, guard=Guard(every=1))
     with caplog.at_level(logging.WARNING, "lowtide.guard"):
         train(model, steps=12, loss=agreed, rate=1e-5)
-    assert [site.module for site in handle.guard.raised] == [INPUT_OF_3]
+    assert [site.module for site in handle.guard.raised.choices] == [INPUT_OF_3]
     assert "bias" in caplog.text
     assert "3: Convolution.input" in caplog.text
     assert any("guard: step" in note for note in handle.report().notes)
@@ -163,7 +164,7 @@ def test_a_large_error_is_met_at_the_first_look():
     model = net()
     handle = lowtide.attach(model, Spoilt("3", Wrong(9.0)), guard=Guard(every=3))
     train(model, steps=4)
-    assert [site.module for site in handle.guard.raised] == [INPUT_OF_3]
+    assert [site.module for site in handle.guard.raised.choices] == [INPUT_OF_3]
     assert "an error of" in handle.guard.log[0]
 
 
@@ -172,7 +173,7 @@ def test_nan_is_met_at_the_first_look_and_the_exact_gradient_is_not():
     handle = lowtide.attach(model, Spoilt("3", Wrong(math.nan)), guard=Guard(every=1))
     x, y = next(batches(1))
     F.cross_entropy(model(x), y).backward()
-    assert [site.module for site in handle.guard.raised] == [INPUT_OF_3]
+    assert [site.module for site in handle.guard.raised.choices] == [INPUT_OF_3]
     model.zero_grad()
     F.cross_entropy(model(x), y).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -205,7 +206,7 @@ def test_precision_goes_up_until_the_error_is_allowed():
 def error_of(model, handle):
     """Relative error of a gradient with the codecs that the guard arrived at, or those of the method alone."""
     x, y = next(batches(1, seed=5))
-    session = lowtide.compress(model, "actnn", bits=1, level="L2") if handle is None else handle._session.like(0, 1)
+    session = lowtide.compress(model, "actnn", bits=1, level="L2") if handle is None else handle._session.beside(seed=0)
     handles = [h for m in model.modules() for h in (m._forward_pre_hooks, m._forward_hooks)]
     kept = [dict(h) for h in handles]
     for hooks in handles:
@@ -220,10 +221,10 @@ def error_of(model, handle):
 
 def test_the_ladder_ends_at_exact():
     use = Use(Need.LINEAR, lowtide.codecs.TensorMeta((64, 64), (64, 1), torch.float32), False, ())
-    codec, seen = GroupQuant(1), []
-    while codec is not None:
-        codec = _better(use, codec)
-        seen.append(codec)
+    choice, seen = lowtide.Choice.store(GroupQuant(1)), []
+    while choice != lowtide.Choice.keep():
+        choice = _better(use, choice)
+        seen.append(choice.codec)
     assert seen == [GroupQuant(4, layout="row"), GroupQuant(8, layout="row"), Cast("bfloat16"), None]
 
 
@@ -276,7 +277,7 @@ def test_models_that_return_their_loss():
     handle = lowtide.attach(model, Spoilt("net.3", Wrong(9.0)), guard=Guard(every=1))
     for x, y in batches(3):
         model(pixels=x, labels=y)["loss"].backward()
-    assert [site.module for site in handle.guard.raised] == [f"net.{INPUT_OF_3}"]
+    assert [site.module for site in handle.guard.raised.choices] == [f"net.{INPUT_OF_3}"]
 
 
 def test_evaluation_between_steps_is_left_alone():

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.codecs import Derived, GroupQuant
-from lowtide.policy.methods import Only
+from lowtide.codecs import GroupQuant
 
 
 class Branches(nn.Module):
@@ -190,14 +189,14 @@ def planned(bits, batch=None, steps=2, model=None):
 @pytest.mark.parametrize("bits", [1.5, 2.3, 4])
 def test_the_plan_keeps_its_promise_of_bytes(bits):
     _, _, handle = planned(bits)
-    tuner, report = handle._session._tuner, handle.report()
+    tuner, report = handle._session.policy.tuner, handle.report()
     promised = 0
-    for site, codec in tuner._plan.items():
-        if codec != Derived():
-            promised += next(o.nbytes for o in tuner._seen[site].options if o.codec == codec)
+    for site, choice in tuner._plan.choices.items():
+        if choice != lowtide.Choice.rebuild():
+            promised += next(o.nbytes for o in tuner._seen[site].options if o.codec == choice.codec)
     stored = numel = 0
     for row in report.sites:
-        if row.site in tuner._plan:
+        if row.site in tuner._plan.choices:
             mask = math.prod(row.shape) // 8 if "mask" in row.codec else 0
             stored += row.stored_nbytes - mask
             numel += math.prod(row.shape)
@@ -208,7 +207,7 @@ def test_the_plan_keeps_its_promise_of_bytes(bits):
 
 def test_tensors_are_rebuilt_where_that_is_better():
     _, _, handle = planned(2.3)
-    rebuilt = [row.site for row in handle.report().sites if "derived" in row.codec]
+    rebuilt = [row.site for row in handle.report().sites if "rebuilt" in row.codec]
     assert rebuilt
     assert {site.op for site in rebuilt} <= {"Relu", "Convolution"}
 
@@ -240,9 +239,9 @@ def test_a_chain_of_derived_tensors_is_planned_to_its_end():
         *(nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)),
     )
     _, _, handle = planned(2, model=model)
-    tuner = handle._session._tuner
+    tuner = handle._session.policy.tuner
     assert len(tuner._seen) == 3  # the inputs of two batch norms and of the second convolution
-    assert set(tuner._plan) == set(tuner._seen)
+    assert set(tuner._plan.choices) == set(tuner._seen)
 
 
 class Second(nn.Module):
@@ -283,13 +282,13 @@ def test_sensitivity_times_error_is_what_rounding_does_to_the_weight_gradient(ki
     handle = lowtide.attach(model, "auto")
     weight_gradient()
     handle.remove()
-    (seen,) = handle._session._tuner._seen.values()
+    (seen,) = handle._session.policy.tuner._seen.values()
     codec = GroupQuant(2, 256, "row" if kind == "linear" else "sample")
     error = next(o.error for o in seen.options if o.codec == codec)
-    predicted = handle._session._tuner._sensitivity(seen) * error
+    predicted = handle._session.policy.tuner._sensitivity(seen) * error
 
     draws = 64
-    handle = lowtide.attach(model, Only(seen.sites[0], codec))
+    handle = lowtide.attach(model, lowtide.Plan({seen.sites[0]: codec}))
     found = [float((weight_gradient() - exact).square().sum()) for _ in range(draws)]
     spread = statistics.stdev(found) / math.sqrt(draws) / predicted
     # For uniform fractions an error's fourth moment is 2.4 squares of its variance, so the spread of a mean square over
@@ -479,5 +478,5 @@ def test_sparse_gradients_can_be_probed():
     model = nn.Sequential(nn.Embedding(50, 32, sparse=True), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
     handle = lowtide.attach(model, "gact", min_numel=0)
     handle.adapt(lambda: model(torch.arange(40)).square().mean())
-    assert handle.state_dict()["learned"]["bits"]
+    assert handle.state_dict()["learned"]["plan"]["sites"]
     handle.remove()

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,16 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowtide import codecs
-from lowtide.codecs import BlockMean, Cast, Codec, GroupQuant, TensorMeta
+from lowtide.codecs import BlockMean, Cast, GroupQuant, SampleQuant, TensorMeta
 from lowtide.graph.capture import Site
 from lowtide.graph.rules import Need
 from lowtide.kernels import ops
+from lowtide.policy.choice import Choice
 from lowtide.policy.solve import allocate, choose
 from lowtide.policy.tuners import fitting as levels
 from lowtide.policy.tuners.levels import LevelTuner
 from lowtide.policy.tuners.samples import SampleTuner, taps
 from lowtide.policy.use import Use
+
+
+def codec_of(tuner, use, tensor, base):
+    """The codec that a tuner chooses in place of ``base``."""
+    return tuner.choose(use, tensor, Choice.store(base)).codec
+
 
 # ---------------------------------------------------------------- bits
 
@@ -401,30 +406,10 @@ def range_energy(x, row, group, positive):
     return torch.stack(found).float()
 
 
-@dataclass(frozen=True)
-class Mixed(Codec):
-    """Stands for a codec with bits for each sample; decisions are all that is tested here."""
-
-    id: ClassVar[str] = "test_mixed"
-    bits: tuple[int, ...]
-    group: int
-
-    def encode(self, tensor, *, key, support=None):
-        raise NotImplementedError
-
-    def decode(self, packed, *, support=None):
-        raise NotImplementedError
-
-    def packed_nbytes(self, meta):
-        raise NotImplementedError
-
-
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Decisions are tested against a plain sum of ranges and a codec that only holds its bits."""
+    """Decisions are tested against a plain sum of ranges."""
     monkeypatch.setattr(ops, "range_energy", range_energy, raising=False)
-    monkeypatch.setattr(codecs, "SampleQuant", Mixed, raising=False)
-    monkeypatch.setattr("lowtide.codecs.lossy.BITS", (1, 2, 3, 4, 5, 6, 7, 8))
 
 
 CONV = [Site(f"conv{i}", "Convolution", "input", 0) for i in range(4)]
@@ -447,7 +432,7 @@ def bits_of(codec, samples):
 
 
 def decide(tuner, site, tensor, need=Need.LINEAR, base=BASE):
-    return bits_of(tuner.codec_for(use_of(tensor, site, need=need), tensor, base), len(tensor))
+    return bits_of(codec_of(tuner, use_of(tensor, site, need=need), tensor, base), len(tensor))
 
 
 def greedy(cost, weight, budget):
@@ -487,8 +472,8 @@ def test_samples_of_a_layer_share_its_bits_by_their_ranges():
     found = decide(tuner, CONV[0], x)
     assert found == greedy(energies(x), [1] * 5, 10)
     assert found[0] < found[3]
-    codec = tuner.codec_for(use_of(x, CONV[0]), x, BASE)
-    assert codec == Mixed(tuple(found), 16)
+    codec = codec_of(tuner, use_of(x, CONV[0]), x, BASE)
+    assert codec == SampleQuant(tuple(found), 16)
     assert tuner.seconds() > 0
 
 
@@ -498,7 +483,7 @@ def test_equal_samples_get_the_plain_codec():
     tuner.begin(0)
     x = torch.ones(1, 4, 6, 6).repeat(6, 1, 1, 1)
     for value in (x, x * math.nan, x.cumsum(1)):
-        assert tuner.codec_for(use_of(value, CONV[0]), value, BASE) == GroupQuant(3, 16, "sample")
+        assert codec_of(tuner, use_of(value, CONV[0]), value, BASE) == GroupQuant(3, 16, "sample")
     half = SampleTuner(2.5, 16)
     assert decide(half, CONV[0], x) == [3, 3, 3, 2, 2, 2]
 
@@ -515,8 +500,8 @@ def test_everything_else_is_left_as_it_is():
         (BASE, Need.PROPAGATE),
         (BASE, Need.EXPONENT),
     ):
-        assert tuner.codec_for(use_of(x, CONV[1], need=need), x, base) is base
-    assert tuner.codec_for(use_of(x[:0], CONV[1]), x[:0], BASE) is BASE
+        assert codec_of(tuner, use_of(x, CONV[1], need=need), x, base) is base
+    assert codec_of(tuner, use_of(x[:0], CONV[1]), x[:0], BASE) is BASE
     assert not tuner.wants_gradient(CONV[1], Need.LINEAR)
     assert tuner.wants_gradient(CONV[2], Need.LINEAR)
     assert not tuner.wants_gradient(NORM, Need.BATCH)
@@ -604,7 +589,7 @@ def test_a_tensor_of_two_layers_costs_what_both_lose():
     seen = {site: torch.full((4, 9), value) for site, value in ((CONV[0], 2.0), (CONV[1], 3.0), (CONV[2], 2.5))}
     for number in range(2):
         tuner.begin(number)
-        codec = tuner.codec_for(use_of(x, relu, CONV[0], CONV[2]), x, BASE)
+        codec = codec_of(tuner, use_of(x, relu, CONV[0], CONV[2]), x, BASE)
         decide(tuner, CONV[1], other)
         for site, gradient in seen.items():
             tuner.observe(site, gradient)
@@ -761,14 +746,14 @@ def test_levels_are_those_of_the_values_at_hand(bits):
     base = Groups(bits, 16, "sample")
     x = maps([1.0, 2.0, 3.0], (8, 10, 10)).exp()
     for site, value, positive in ((CONV[0], x - 1.5, False), (CONV[1], (x - 1.5).relu(), True)):
-        codec = tuner.codec_for(use_of(value, site), value, base)
+        codec = codec_of(tuner, use_of(value, site), value, base)
         expected = levels.fit_levels(levels.histogram(value.view(-1), 800, 16, positive), bits)
         assert codec == replace(base, levels=expected)
         assert expected != levels.uniform_levels(bits)
-    assert tuner.codec_for(use_of(x, CONV[0]), x, base).levels != codec.levels
+    assert codec_of(tuner, use_of(x, CONV[0]), x, base).levels != codec.levels
     assert tuner.seconds() > 0
     last = x.to(memory_format=torch.channels_last)
-    codec = tuner.codec_for(use_of(last, CONV[2]), last, base)
+    codec = codec_of(tuner, use_of(last, CONV[2]), last, base)
     flat = x.permute(0, 2, 3, 1).reshape(-1)
     assert codec.levels == levels.fit_levels(levels.histogram(flat, 800, 16, True), bits)
 
@@ -782,7 +767,7 @@ def test_levels_of_block_means_are_those_of_differences(rectified):
     counts = levels.histogram(difference.view(-1), 256, 64, rectified, source=x.view(-1))
     base = Blocks(4, 2, 2, 64)
     tuner = LevelTuner()
-    codec = tuner.codec_for(use_of(x, NORM, need=Need.BATCH), x, base)
+    codec = codec_of(tuner, use_of(x, NORM, need=Need.BATCH), x, base)
     # Pooled means may differ in the last bit, which moves a value across a border of bins at most here and there.
     assert codec == replace(base, levels=codec.levels)
     assert levels.variance(codec.levels, counts) == pytest.approx(
@@ -800,9 +785,9 @@ def test_tables_are_fitted_again_when_they_are_due():
         tuner.begin(number)
         x = maps([1.0, 1.0], (8, 8, 8)).exp() ** (1 + number / 10)
         for _ in range(2):  # two forwards in one step
-            tables[number] = tuner.codec_for(use_of(x, CONV[0]), x, base).levels
+            tables[number] = codec_of(tuner, use_of(x, CONV[0]), x, base).levels
         if number == 5:
-            late = tuner.codec_for(use_of(x, CONV[1]), x, base).levels
+            late = codec_of(tuner, use_of(x, CONV[1]), x, base).levels
             assert late != tables[5]
     changes = [n for n in range(1, 25) if tables[n] != tables[n - 1]]
     assert changes == [10, 20]
@@ -812,14 +797,14 @@ def test_codecs_without_inner_levels_stay():
     tuner = LevelTuner()
     x = maps([1.0, 1.0], (8, 8, 8)).exp()
     for base in (Groups(1, 64, "sample"), Groups(8, 64, "row"), Cast(), Blocks(4, 2, 0), Blocks(4, 2, 2, 64, True)):
-        assert tuner.codec_for(use_of(x, CONV[0]), x, base) is base
+        assert codec_of(tuner, use_of(x, CONV[0]), x, base) is base
     constant = torch.ones(2, 3, 4, 4)
     base = Groups(2, 64, "sample")
-    assert tuner.codec_for(use_of(constant, CONV[1]), constant, base) is base
-    assert tuner.codec_for(use_of(constant, CONV[2]), constant * math.nan, base) is base
-    assert tuner.codec_for(use_of(constant[:0], CONV[3]), constant[:0], base) is base
+    assert codec_of(tuner, use_of(constant, CONV[1]), constant, base) is base
+    assert codec_of(tuner, use_of(constant, CONV[2]), constant * math.nan, base) is base
+    assert codec_of(tuner, use_of(constant[:0], CONV[3]), constant[:0], base) is base
     wide = Groups(4, 64, "sample")  # the bits of a site may change
-    assert len(tuner.codec_for(use_of(x, CONV[1]), x, wide).levels) == 16
+    assert len(codec_of(tuner, use_of(x, CONV[1]), x, wide).levels) == 16
 
 
 @pytest.mark.parametrize("save", [through_json, through_torch])
@@ -830,7 +815,7 @@ def test_levels_resume_exactly(save):
     def run(tuner, number):
         tuner.begin(number)
         values = [maps([1.0, 2.0], (4, 6, 6), number + i).exp() for i in range(2)] + [torch.ones(1, 2, 4, 4)]
-        return [tuner.codec_for(use_of(x, CONV[i]), x, base) for i, x in enumerate(values)]
+        return [codec_of(tuner, use_of(x, CONV[i]), x, base) for i, x in enumerate(values)]
 
     for number in range(3):
         run(straight, number)

@@ -114,14 +114,15 @@ class WorstMethod(lowtide.Method):
     name: ClassVar[str] = "worst"
     method: lowtide.Method
 
-    def codec_for(self, use):
-        codec = self.method.codec_for(use)
+    def choose(self, use):
+        choice = self.method.choose(use)
+        codec = choice.codec
         if codec.id == "group_quant":
-            return WorstCase(codec.bits, codec.group, codec.layout)
+            return lowtide.Choice.store(WorstCase(codec.bits, codec.group, codec.layout))
         if codec.id == "cast":
-            return codec
+            return choice
         # |x - mean| of a group spans at most the range of the values plus the range of the means.
-        return WorstCase(codec.bits, 2**40, "sample", spread=2.0)
+        return lowtide.Choice.store(WorstCase(codec.bits, 2**40, "sample", spread=2.0))
 
 
 @pytest.mark.parametrize("method", ["actnn", "division"])

@@ -1,18 +1,33 @@
 """Lowtide: train with compressed activations. The forward is exact, the memory small.
 
 ``compress`` and ``attach`` make autograd keep compressed copies of what backward needs;
-``methods`` lists the ways to do it; a session's ``report`` tells what was kept, and how, and why;
-``check`` compares the gradients with exact ones.
+``methods`` lists the ways to do it, and each is also a class, such as ``Auto(bits=3)``. A session's ``report`` tells
+what was kept, and how, and why; its ``plan`` can be saved and run again. ``check`` compares the gradients with
+exact ones.
 """
 
 from . import codecs
 from .attachment import Attachment, attach, compress
 from .codecs import Codec
 from .graph.capture import Site
-from .policy.methods import Method, methods
+from .policy.choice import Choice
+from .policy.methods import (
+    ActNN,
+    Auto,
+    Blpa,
+    CastAll,
+    Division,
+    Gact,
+    Lossless,
+    LowRank,
+    Method,
+    Pool,
+    TinyScript,
+    methods,
+)
 from .policy.plan import Plan
 from .report import Report
-from .session import Session
+from .session import Session, forget
 from .tools.malloc import tune_cpu_allocator
 from .verify.check import CheckResult, check
 from .verify.guard import Guard
@@ -20,20 +35,32 @@ from .verify.guard import Guard
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "ActNN",
     "Attachment",
+    "Auto",
+    "Blpa",
+    "CastAll",
     "CheckResult",
+    "Choice",
     "Codec",
+    "Division",
+    "Gact",
     "Guard",
+    "Lossless",
+    "LowRank",
     "Method",
     "Plan",
+    "Pool",
     "Report",
     "Session",
     "Site",
+    "TinyScript",
     "__version__",
     "attach",
     "check",
     "codecs",
     "compress",
+    "forget",
     "methods",
     "tune_cpu_allocator",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,15 @@ from .codecs import Codec
 from .policy.methods import Method
 from .policy.plan import Plan
 from .report import Report
-from .session import MIN_NUMEL, OPENER, Session, new_session
+from .session import MIN_NUMEL, OPENER, Session, attached, new_session
 from .verify.guard import Guard, Watch
 
 
 class Attachment:
-    """Compression of every forward of a model until :meth:`remove`; made by :func:`attach`."""
+    """Compression of every forward of a model until :meth:`remove`; made by :func:`attach`.
+
+    It is also a context: ``with lowtide.attach(model):`` removes itself at the end, whatever happens inside.
+    """
 
     def __init__(self, model: nn.Module, session: Session, guard: Guard | None = None) -> None:
         self._session = session
@@ -33,6 +36,12 @@ class Attachment:
         self._hooks.append(model.register_forward_hook(_closer(session), always_call=True))
         if self.guard is not None:
             self._hooks.append(model.register_forward_hook(_after(self.guard), with_kwargs=True))
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
 
     def remove(self) -> None:
         """Take all hooks off the model; may be called again, also within a forward."""
@@ -50,17 +59,27 @@ class Attachment:
             notes = ("no forward was seen yet; those inside torch.compile never are, and stay exact", *notes)
         return dataclasses.replace(report, notes=(*report.notes, *notes)) if notes else report
 
+    def plan(self) -> Plan:
+        """What the last forward did to each tensor, as a plan that can be saved and run again."""
+        return self._session.plan()
+
     def adapt(self, closure: Callable[[], Tensor], *, every: int | None = None) -> None:
-        """See :meth:`Session.adapt`."""
-        self._session.adapt(closure, every=every)
+        """Let the method decide anew by probes, as :meth:`Session.adapt` does; with ``every``, every so many steps.
+
+        The closure is not part of :meth:`state_dict`: a run that resumes calls this again.
+        """
+        self._session.adapt_every(closure, every)
+        self._session.adapt(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Seed, step and what the method learned: with the model's and optimizer's, enough to resume bit for bit."""
+        """Format, method, seed, step, what was learned: with the model's and optimizer's, a run resumes bit for bit."""
         state = self._session.state_dict()
         return state if self.guard is None else {**state, "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, which must come from the same method, with a guard if this has one."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"expected what state_dict() gave; got {type(state).__name__}")
         if ("guard" in state) != (self.guard is not None):
             has, lacks = ("this state", "this attachment") if "guard" in state else ("this attachment", "this state")
             raise ValueError(f"{has} has a guard and {lacks} has none; give attach() the same guard as before")
@@ -112,13 +131,20 @@ def compress(
     seed: int = 0,
     min_numel: int = MIN_NUMEL,
     derive: bool = False,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     **options: Any,
 ) -> Session:
     """Run the forward inside this context: autograd then keeps compressed copies for backward.
 
     The forward is exact; backward may run inside or outside. ``method`` is a name from
-    :func:`lowtide.methods` with its ``options``, a codec to use for every value, or a plan. The
-    model, torch's random streams and the loop are left as they were, also after an exception.
+    :func:`lowtide.methods` with its ``options``, a method such as ``lowtide.Auto(bits=3)``, a codec to use for every
+    value, or a plan. The model, torch's random streams and the loop are left as they were, also after an exception.
+
+    Calls in a loop belong together: what an adaptive method learns about ``model`` is kept for the next call with
+    the same arguments, as long as the model lives (:func:`lowtide.forget` drops it), and a step that begins with such a
+    call is the same, bit for bit, as that step of :func:`attach`. Rounding noise depends on ``seed``, on how many such
+    calls there were for this model before, and on the site; not on sessions of other models.
 
     Sessions do not nest: within one, an inner one finds nothing left to do. Under autocast, call backward before the
     optimizer's step, because copies of parameters are cast again instead of kept.
@@ -127,8 +153,8 @@ def compress(
     of a linear layer after a norm, an activation or a product) is not stored but rebuilt from them: about half the
     bytes, which are better spent on more ``bits`` for what is stored.
 
-    Rounding noise depends on ``seed``, on how many sessions the process opened before, and on the
-    site. Use :func:`attach` where a resumed run must repeat it.
+    ``include`` and ``exclude`` are patterns of module paths, such as ``"blocks.*.mlp"``; each stands for the modules
+    that match it and all inside them. What is saved outside of ``include``, or in ``exclude``, stays as it is.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
@@ -139,7 +165,17 @@ def compress(
     >>> session.report().ratio > 4
     True
     """
-    return new_session(model, method, seed, min_numel, derive, options)
+    return new_session(
+        model,
+        method,
+        options,
+        seed=seed,
+        min_numel=min_numel,
+        derive=derive,
+        include=include,
+        exclude=exclude,
+        remembers=True,
+    )
 
 
 def attach(
@@ -150,14 +186,16 @@ def attach(
     min_numel: int = MIN_NUMEL,
     derive: bool = False,
     guard: bool | Guard = False,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     **options: Any,
 ) -> Attachment:
     """Compress every forward of ``model`` from now on, in a loop that does not change.
 
-    Covers what happens inside ``model``'s forward; a loss computed outside stays exact. Forwards
-    under ``torch.no_grad()`` are left alone, and so are those in another thread while one is running.
-    ``handle.remove()`` undoes it; call it before pickling or copying the whole model (its ``state_dict`` is free
-    of hooks).
+    Arguments are those of :func:`compress`. Covers what happens inside ``model``'s forward; a loss computed outside
+    stays exact. Forwards under ``torch.no_grad()`` are left alone, and so are those in another thread while one is
+    running. ``handle.remove()``, or the end of ``with lowtide.attach(...)``, undoes it; call it before pickling or
+    copying the whole model (its ``state_dict`` is free of hooks). A model that is attached cannot be attached again.
 
     With ``guard=True``, or a :class:`Guard` with other limits, the gradient of a few samples is compared with the exact
     one every 100 steps. Where the error exceeds SGD's own noise, or a bias shows, the tensors that cause it get more
@@ -166,13 +204,24 @@ def attach(
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
-    >>> handle = lowtide.attach(model, "division")
+    >>> handle = lowtide.attach(model, "cast")
     >>> model(torch.randn(128, 64)).sum().backward()
     >>> handle.state_dict()
-    {'seed': 0, 'step': 1}
+    {'format': 1, 'method': "cast(dtype='bfloat16', group=0)", 'seed': 0, 'step': 1}
     >>> handle.remove()
     """
     if not isinstance(guard, (bool, Guard)):
         raise TypeError(f"guard must be True, False or a lowtide.Guard; got {guard!r}")
-    session = new_session(model, method, seed, min_numel, derive, options)
+    session = new_session(
+        model,
+        method,
+        options,
+        seed=seed,
+        min_numel=min_numel,
+        derive=derive,
+        include=include,
+        exclude=exclude,
+    )
+    if attached(model):
+        raise RuntimeError("this model, or a module of it, is attached already; remove() that handle first")
     return Attachment(model, session, Guard() if guard is True else guard or None)

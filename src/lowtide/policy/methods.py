@@ -1,4 +1,4 @@
-"""Methods: named policies that give each stored tensor a codec. No tensors here, only decisions.
+"""Methods: named policies that give each saved tensor a choice. No tensors here, only decisions.
 
 What can be kept losslessly (masks, indices, shapes, casts of parameters) is kept so in every method,
 before a method is asked. A method decides about the values that remain.
@@ -6,23 +6,25 @@ before a method is asked. A method decides about the values that remain.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ..codecs import BlockMean, Cast, Codec, Derived, GroupQuant, Projection, SixSigma
+from ..codecs import BlockMean, Cast, Codec, GroupQuant, Projection, SixSigma
 from ..codecs.base import layout_of, require, require_positive
 from ..codecs.lossy import BITS
-from ..graph.capture import Site
 from ..graph.rules import Need
 from ..graph.twins import pooled_convolution
-from .plan import Plan
-from .tuners.base import Probed, Tuner
+from .choice import Choice
+from .plan import Plan, named
+from .tuners.base import Tuner
 from .tuners.bits import BitTuner
 from .tuners.levels import LevelTuner
 from .tuners.mix import MixTuner
@@ -34,14 +36,12 @@ class Method(ABC):
     """A policy. Subclass as a frozen dataclass with a ``name``; fields are the user's options."""
 
     name: ClassVar[str]
-    derives: ClassVar[bool] = False
+    rebuilds: ClassVar[bool] = False
     """Does it ask for tensors to be rebuilt from others? Finding out which can be costs a little time."""
-    home: str = "device"
-    """Where the packed values lie (``offload.HOMES``). Masks and other exact forms stay on the device."""
 
     @abstractmethod
-    def codec_for(self, use: Use) -> Codec | None:
-        """The codec for these values; None keeps them exact."""
+    def choose(self, use: Use) -> Choice:
+        """What happens to these values. The answer depends on ``use`` and on the options alone."""
 
     def twin(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -50,8 +50,16 @@ class Method(ABC):
         return None
 
     def tuner(self, model: nn.Module) -> Tuner | None:
-        """A new learner for a session, if the method adapts while training."""
+        """A new learner, if the method adapts while training."""
         return None
+
+    def notes(self, made: Plan) -> tuple[str, ...]:
+        """What a report should say of the plan that was made in the last forward."""
+        return ()
+
+    def __str__(self) -> str:
+        """The name with all options: it tells two methods apart."""
+        return repr(self).replace(type(self).__name__, self.name, 1)
 
 
 # Bits by need, measured (docs/design.md, "Bits by need"): values whose noise reaches every earlier
@@ -78,9 +86,9 @@ class Lossless(Method):
 
     name: ClassVar[str] = "lossless"
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Keep all values."""
-        return None
+        return Choice.keep("lossless keeps these values")
 
 
 @dataclass(frozen=True)
@@ -110,11 +118,6 @@ class ActNN(Method):
         require_positive(self.refresh, "refresh")
 
     @property
-    def home(self) -> str:  # type: ignore[override]
-        """Where codes lie."""
-        return {"L4": "host", "L5": "file"}.get(self.level, "device")
-
-    @property
     def _adapts(self) -> bool:
         return self.level >= "L3"
 
@@ -124,11 +127,12 @@ class ActNN(Method):
         bits = (2 if self._adapts else 4) if self.bits is None else self.bits
         return math.ceil(bits) if self._adapts else bits  # type: ignore[return-value]
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Groups for everything, from level L2 on."""
         if self.level == "L0" or (self.level == "L1" and use.need is Need.BATCH):
-            return None
-        return _groups(use, self._whole, self.group, self.propagating_bits)
+            return Choice.keep(f"actnn keeps these values at level {self.level}")
+        home = {"L4": "host", "L5": "file"}.get(self.level, "device")
+        return Choice.store(_groups(use, self._whole, self.group, self.propagating_bits), home)
 
     def tuner(self, model: nn.Module) -> Tuner | None:
         """Bits for samples and layers."""
@@ -153,12 +157,12 @@ class Division(Method):
         require_positive(self.block, "block")
         require_positive(self.group, "group")
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Block means where there are maps."""
-        if use.dims and max(use.meta.shape[2:]) > 1:
+        if use.dims and max(use.meta.shape[2:]) > 1 and use.need is not Need.LOGARITHM:
             bits = _bits(use.need, self.bits, self.propagating_bits)
-            return BlockMean(self.block, use.dims, bits, self.group, self.faithful)
-        return _groups(use, self.bits, self.group, self.propagating_bits)
+            return Choice.store(BlockMean(self.block, use.dims, bits, self.group, self.faithful))
+        return Choice.store(_groups(use, self.bits, self.group, self.propagating_bits))
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ class Blpa(Method):
     """
 
     name: ClassVar[str] = "blpa"
-    derives: ClassVar[bool] = True
+    rebuilds: ClassVar[bool] = True
     bits: int = 4
     faithful: bool = False
 
@@ -181,13 +185,13 @@ class Blpa(Method):
         if self.faithful:
             SixSigma(self.bits)
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Nothing for what can be rebuilt from values that are precise enough."""
-        if use.derivable and use.need in _FLOOR and self.bits >= _FLOOR[use.need]:
-            return Derived()
+        if use.sources and use.need in _FLOOR and self.bits >= _FLOOR[use.need]:
+            return Choice.rebuild()
         if self.faithful and use.need is Need.BATCH and len(use.meta.shape) >= 2:
-            return SixSigma(self.bits)
-        return Division(bits=self.bits).codec_for(use)
+            return Choice.store(SixSigma(self.bits))
+        return Division(bits=self.bits).choose(use)
 
 
 @dataclass(frozen=True)
@@ -204,11 +208,11 @@ class Pool(Method):
     def __post_init__(self) -> None:
         require_positive(self.kernel, "kernel")
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Means alone, for maps that only a convolution's weight gradient reads."""
         if use.need is Need.LINEAR and use.dims:
-            return BlockMean(self.kernel, use.dims, bits=0)
-        return None
+            return Choice.store(BlockMean(self.kernel, use.dims, bits=0))
+        return Choice.keep("pool keeps all but the maps that a convolution's weight gradient reads")
 
     def twin(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -242,14 +246,14 @@ class LowRank(Method):
         Projection(1, self.bits, self.kind, self.group)
         _check(self.other_bits, self.propagating_bits)
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Projections where only a weight gradient reads wide rows."""
         if use.need is Need.LINEAR and len(use.meta.shape) >= 2 and not use.spatial:
             columns = layout_of(use.meta.shape, use.meta.stride).sizes[-1]
             rank = math.ceil(self.rank * columns) if isinstance(self.rank, float) else self.rank
             if columns >= _WIDE and rank < columns:
-                return Projection(rank, self.bits, self.kind, self.group)
-        return _groups(use, self.other_bits, self.group, self.propagating_bits)
+                return Choice.store(Projection(rank, self.bits, self.kind, self.group))
+        return Choice.store(_groups(use, self.other_bits, self.group, self.propagating_bits))
 
 
 # Narrower rows (coordinates, a few channels) hold no subspace worth the name, and groups cost as little.
@@ -271,9 +275,9 @@ class TinyScript(Method):
         require_positive(self.group, "group")
         require_positive(self.refresh, "refresh")
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Groups; the tuner gives them their levels."""
-        return _groups(use, self.bits, self.group, self.propagating_bits)
+        return Choice.store(_groups(use, self.bits, self.group, self.propagating_bits))
 
     def tuner(self, model: nn.Module) -> Tuner | None:
         """Levels for each site."""
@@ -298,9 +302,9 @@ class Gact(Method):
         _check(math.ceil(self.bits), self.propagating_bits)
         require_positive(self.group, "group")
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Groups for everything."""
-        return _groups(use, math.ceil(self.bits), self.group, self.propagating_bits)
+        return Choice.store(_groups(use, math.ceil(self.bits), self.group, self.propagating_bits))
 
     def tuner(self, model: nn.Module) -> Tuner | None:
         """Bits for each tensor."""
@@ -316,7 +320,7 @@ class Auto(Method):
     """
 
     name: ClassVar[str] = "auto"
-    derives: ClassVar[bool] = True
+    rebuilds: ClassVar[bool] = True
     bits: float = 2.3
     group: int = 256
     propagating_bits: int | None = None
@@ -326,11 +330,11 @@ class Auto(Method):
         _check(2, self.propagating_bits)
         require_positive(self.group, "group")
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Until more is known: block means for inputs of batch norms, groups for the rest."""
         if use.need is Need.BATCH and use.dims and max(use.meta.shape[2:]) > 1:
-            return BlockMean(8, use.dims, 2, self.group)
-        return _groups(use, 2, self.group, self.propagating_bits)
+            return Choice.store(BlockMean(8, use.dims, 2, self.group))
+        return Choice.store(_groups(use, 2, self.group, self.propagating_bits))
 
     def tuner(self, model: nn.Module) -> Tuner | None:
         """A codec for each tensor."""
@@ -351,11 +355,11 @@ class CastAll(Method):
     def __post_init__(self) -> None:
         Cast(self.dtype, self.group)
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """One type for all; what passes through an exponential keeps at least 16 bits."""
         if use.need in (Need.EXPONENT, Need.LOGARITHM) and self.dtype.startswith("float8"):
-            return Cast("bfloat16")
-        return Cast(self.dtype, self.group)
+            return Choice.store(Cast("bfloat16"))
+        return Choice.store(Cast(self.dtype, self.group))
 
 
 @dataclass(frozen=True)
@@ -365,50 +369,69 @@ class Uniform(Method):
     name: ClassVar[str] = "uniform"
     codec: Codec
 
-    def codec_for(self, use: Use) -> Codec | None:
+    def choose(self, use: Use) -> Choice:
         """Always the same."""
-        return self.codec
+        return Choice.store(self.codec)
 
 
 @dataclass(frozen=True)
 class Planned(Method):
-    """A finished plan; a tensor with several consumers takes the codec of the first that is listed."""
+    """A finished plan; a tensor with several sites follows the first of them that the plan lists."""
 
     name: ClassVar[str] = "plan"
-    plan: Plan
+    plan: Plan = dataclasses.field(hash=False)
 
-    def codec_for(self, use: Use) -> Codec | None:
-        """What the plan says."""
-        return next((c for s in use.sites if (c := self.plan.codec_for(s)) is not None), None)
+    @property
+    def rebuilds(self) -> bool:  # type: ignore[override]
+        """If the plan says so anywhere."""
+        return self.plan.rebuilds
 
+    def choose(self, use: Use) -> Choice:
+        """What the plan says; a tensor that it does not list, or that its choice does not fit, stays exact."""
+        choice = self.plan.choice_for(use.sites)
+        if choice is None:
+            return Choice.keep("not in the plan")
+        try:
+            choice.nbytes(use.meta)
+        except ValueError as error:
+            return Choice.keep(f"the plan's codec does not fit: {error}")
+        return choice
 
-@dataclass(frozen=True)
-class Survey(Method):
-    """Everything exact; notes what a tuner would like to probe, and with which codec."""
+    def twin(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any] | None:
+        """That of ``pool``, if the plan pools with one kernel."""
+        kernels = self._kernels
+        return pooled_convolution(kernels[0], func, args, kwargs) if len(kernels) == 1 else None
 
-    name: ClassVar[str] = "survey"
-    asker: Probed
-    found: dict[Site, tuple[Use, Codec]]
+    @cached_property
+    def _kernels(self) -> tuple[int, ...]:
+        codecs = [choice.codec for choice in self.plan.choices.values()]
+        return tuple({c.block for c in codecs if isinstance(c, BlockMean) and c.bits == 0})
 
-    def codec_for(self, use: Use) -> Codec | None:
-        """Nothing is compressed."""
-        codec = self.asker.probe_codec(use)
-        if codec is not None:
-            self.found[use.sites[0]] = (use, codec)
-        return None
+    def __str__(self) -> str:
+        return f"plan of {len(self.plan)} sites" + (f", made by {self.plan.method}" if self.plan.method else "")
 
+    def require_some_module(self, model: nn.Module) -> None:
+        """Raise if the plan is for another model: none of the modules that it names is there."""
+        named_here = {name for name, _ in model.named_modules()}
+        modules = {site.module for site in self.plan.choices}
+        if modules and not modules & named_here:
+            raise ValueError(
+                f"this plan is for another model: none of its modules exists here, such as {min(modules)!r}; the "
+                f"model has {', '.join(map(repr, sorted(named_here)[:5]))} and so on"
+            )
 
-@dataclass(frozen=True)
-class Only(Method):
-    """One tensor by one codec, everything else exact."""
-
-    name: ClassVar[str] = "only"
-    site: Site
-    codec: Codec
-
-    def codec_for(self, use: Use) -> Codec | None:
-        """The one at ``site``."""
-        return self.codec if self.site in use.sites else None
+    def notes(self, made: Plan) -> tuple[str, ...]:
+        """Which sites of the plan were met, which were not, and which it does not list, by name."""
+        met = self.plan.diff(made)
+        found = len(self.plan) - len(met.missing)
+        notes = [f"{found} of the plan's {len(self.plan)} sites were met"] if met.missing else []
+        if met.missing:
+            notes.append(f"in the plan and not met: {named(met.missing)}")
+        if met.added:
+            notes.append(f"met and not in the plan, so kept exactly: {named(met.added)}")
+        return tuple(notes)
 
 
 _LEVELS = ("L0", "L1", "L2", "L3", "L4", "L5")
@@ -444,7 +467,7 @@ def _options(kind: type[Method]) -> str:
     return f"({', '.join(f'{p.name}={p.default!r}' for p in parameters)})"
 
 
-def resolve(method: str | Method | Codec | Plan, options: dict[str, Any]) -> Method:
+def resolve(method: str | Method | Codec | Plan, options: Mapping[str, Any]) -> Method:
     """The method a user names, with options; or a method, codec or plan as it is."""
     if isinstance(method, str):
         kind = _NAMED.get(method)

@@ -1,50 +1,118 @@
-"""A plan: the finished table site -> codec, as plain data that can be printed, saved and compared."""
+"""A plan: the finished table site -> choice, as plain data that can be printed, saved, compared and run again."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..codecs import Codec, from_config
+from ..codecs import Codec
 from ..graph.capture import Site
+from .choice import Action, Choice
+
+_VERSION = 2
+_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Codec for each site; a site that is not listed stays exact.
+    """A choice for each site. A tensor whose sites are not listed stays exact.
+
+    ``lowtide.compress(model, plan)`` runs it. ``session.plan()`` and ``handle.plan()`` give the plan that a method made
+    in the last forward. A codec in place of a choice means to store with it. ``method`` tells a reader where the plan
+    comes from.
 
     >>> from lowtide.codecs import GroupQuant
     >>> plan = Plan({Site("fc", "Addmm", "mat1", 0): GroupQuant(bits=4)})
     >>> Plan.from_json(plan.to_json()) == plan
     True
+    >>> print(plan)
+    plan of 1 site
+    fc: Addmm.mat1  group_quant(4 bits)
     """
 
-    codecs: Mapping[Site, Codec] = field(default_factory=dict)
+    choices: Mapping[Site, Choice] = field(default_factory=dict)
+    method: str = field(default="", compare=False)
 
-    def codec_for(self, site: Site) -> Codec | None:
-        """The codec of ``site``; None keeps it exact."""
-        return self.codecs.get(site)
+    def __post_init__(self) -> None:
+        table: Mapping[Site, Choice | Codec] = self.choices
+        choices = {}
+        for site, choice in table.items():
+            if not isinstance(site, Site) or not isinstance(choice, (Choice, Codec)):
+                raise TypeError(f"a plan maps a lowtide.Site to a lowtide.Choice or a codec; got {site!r}: {choice!r}")
+            choices[site] = choice if isinstance(choice, Choice) else Choice.store(choice)
+        object.__setattr__(self, "choices", choices)
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def choice_for(self, sites: Iterable[Site]) -> Choice | None:
+        """The choice of the first of a tensor's sites that is listed; None if none is."""
+        for site in sites:
+            choice = self.choices.get(site)
+            if choice is not None:
+                return choice
+        return None
+
+    @property
+    def rebuilds(self) -> bool:
+        """Is any tensor rebuilt from others?"""
+        return any(choice.action is Action.REBUILD for choice in self.choices.values())
+
+    def without(self, sites: Iterable[Site]) -> Plan:
+        """The plan with these sites kept exact."""
+        spared = dict.fromkeys(sites, Choice.keep("spared"))
+        return Plan({**self.choices, **spared}, self.method)
+
+    def diff(self, other: Plan) -> Difference:
+        """What ``other`` has that this plan has not, what it lacks, and what it does otherwise."""
+        here, there = self.choices, other.choices
+        common = [site for site in here if site in there]
+        return Difference(
+            same=tuple(site for site in common if here[site] == there[site]),
+            changed={site: (here[site], there[site]) for site in common if here[site] != there[site]},
+            missing=tuple(site for site in here if site not in there),
+            added=tuple(site for site in there if site not in here),
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data, fit for JSON: one row a site."""
+        rows = [{**site._asdict(), **choice.to_config()} for site, choice in self.choices.items()]
+        return {"version": _VERSION, "method": self.method, "sites": rows}
 
     def to_json(self) -> str:
-        """One row a site."""
-        rows: list[dict[str, Any]] = [
-            {"module": s.module, "op": s.op, "slot": s.slot, "ordinal": s.ordinal, "codec": c.to_config()}
-            for s, c in self.codecs.items()
-        ]
-        return json.dumps({"version": 1, "sites": rows}, indent=1)
+        """:meth:`to_data` as text."""
+        return json.dumps(self.to_data(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote."""
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("version") != 1:
-            raise ValueError("this is not a plan of version 1; write one with Plan.save")
-        return cls(
-            {Site(r["module"], r["op"], r["slot"], r["ordinal"]): from_config(r["codec"]) for r in data["sites"]}
-        )
+        """The plan that :meth:`to_json` wrote; anything else raises a ValueError that says what is wrong."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is not a plan, which is a JSON document: {error}") from error
+        return cls.from_data(data)
+
+    @classmethod
+    def from_data(cls, data: Any) -> Plan:
+        """The plan that :meth:`to_data` gave."""
+        if not isinstance(data, dict) or data.get("version") != _VERSION:
+            raise ValueError(f"this is not a plan of version {_VERSION}; write one with Plan.save")
+        rows = data.get("sites")
+        if not isinstance(rows, list):
+            raise ValueError(f"a plan has a list of 'sites'; got {rows!r}")
+        choices = {}
+        for number, row in enumerate(rows):
+            try:
+                site, choice = _parsed(row)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"row {number} of the plan: {error}") from error
+            if site in choices:
+                raise ValueError(f"row {number} of the plan: {site} is listed twice")
+            choices[site] = choice
+        return cls(choices, str(data.get("method", "")))
 
     def save(self, path: str | Path) -> None:
         """Write JSON."""
@@ -54,3 +122,55 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read what :meth:`save` wrote."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        """A line for each site."""
+        count = f"plan of {len(self)} site{'' if len(self) == 1 else 's'}"
+        width = max((len(str(site)) for site in self.choices), default=0)
+        lines = [f"{site!s:{width}}  {choice}" for site, choice in self.choices.items()]
+        return "\n".join((f"{count}, made by {self.method}" if self.method else count, *lines))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two plans differ. It is true if they do."""
+
+    same: tuple[Site, ...]
+    changed: Mapping[Site, tuple[Choice, Choice]]
+    missing: tuple[Site, ...]
+    """Sites of the first plan that the second lacks."""
+    added: tuple[Site, ...]
+    """Sites of the second plan that the first lacks."""
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.missing or self.added)
+
+    def __str__(self) -> str:
+        """Counts, then every site that differs by name."""
+        lines = [
+            f"{len(self.same)} sites are the same, {len(self.changed)} changed, {len(self.missing)} missing, "
+            f"{len(self.added)} added"
+        ]
+        lines += [f"changed  {site}: {old} -> {new}" for site, (old, new) in self.changed.items()]
+        lines += [f"missing  {site}" for site in self.missing]
+        lines += [f"added    {site}" for site in self.added]
+        return "\n".join(lines)
+
+
+def named(sites: Iterable[Site]) -> str:
+    """Sites in words; of many the first."""
+    names = [str(site) for site in sites]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _parsed(row: Any) -> tuple[Site, Choice]:
+    if not isinstance(row, dict):
+        raise TypeError(f"a site is a mapping; got {row!r}")
+    lacking = [name for name in (*Site._fields, "action") if name not in row]
+    if lacking:
+        raise ValueError(f"{', '.join(lacking)} missing in {row!r}")
+    module, op, slot, ordinal = (row[name] for name in Site._fields)
+    if not all(isinstance(name, str) for name in (module, op, slot)) or type(ordinal) is not int or ordinal < 0:
+        raise ValueError(f"module, op and slot are text, and ordinal is a whole number from 0; got {row!r}")
+    return Site(module, op, slot, ordinal), Choice.from_config({k: v for k, v in row.items() if k not in Site._fields})

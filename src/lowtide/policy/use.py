@@ -1,4 +1,4 @@
-"""What is known of a stored tensor when its fate is decided."""
+"""What is known of a saved tensor when its fate is decided."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from ..graph.rules import Need
 
 
 class Use(NamedTuple):
-    """What is known of a stored tensor when its codec is chosen: all its consumers together."""
+    """A saved tensor as a policy sees it: what all its consumers together need of it, its form, and its sites."""
 
     need: Need
     meta: TensorMeta
     spatial: bool
     sites: tuple[Site, ...]
     sources: tuple[Site, ...] = ()
-    """First sites of stored tensors that are enough to rebuild it; then ``Derived()`` may be its codec."""
+    """First sites of the stored tensors from which it can be rebuilt; none if it cannot."""
     rectified: bool = False
     """It has no negative values, and an exact mask of its zeros is stored."""
-
-    @property
-    def derivable(self) -> bool:
-        """Need it not be stored at all?"""
-        return bool(self.sources)
+    source_need: Need = Need.LOSSLESS
+    """The least that any of those sources is kept for. What is rebuilt is no better than its sources."""
 
     @property
     def dims(self) -> int:

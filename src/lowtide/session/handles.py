@@ -21,42 +21,10 @@ from ..graph.capture import Site
 from ..graph.derive import PIECE, Origin, pieces
 from ..graph.rules import Need
 from ..kernels import ops
-from ..report import COMPRESSED, EXACT, SHARED, SiteReport
+from .ledger import Row
 from .offload import fetch
 
 MASK = Mask()  # what backward reads of a rectified tensor
-
-
-class Row:
-    """One saved tensor in the making of a report; never holds a tensor."""
-
-    __slots__ = ("away", "codecs", "kept", "meta", "place", "plain", "site", "state", "stored", "why")
-
-    def __init__(self, site: Site, meta: TensorMeta | None, state: str, plain: int, why: str | Site) -> None:
-        self.site = site
-        self.meta = meta
-        self.state = state
-        self.plain = self.stored = plain
-        self.codecs: tuple[object, ...] = ()
-        self.away, self.place = 0, ""  # bytes that left the device, and where they are
-        self.why = why
-        self.kept: str | None = None  # why autograd itself keeps this storage, if a slot is not hooked
-
-    def compressed(self, stored: int, *codecs: object) -> None:
-        """Its bytes are packed now."""
-        self.state, self.stored, self.codecs = COMPRESSED, stored, codecs
-
-    def exact(self, why: str) -> None:
-        """It stays as it is."""
-        self.state, self.stored, self.codecs, self.why = EXACT, self.plain, (), why
-
-    def finished(self) -> SiteReport:
-        """As plain data."""
-        meta = self.meta
-        shape, dtype = ((), "") if meta is None else (tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
-        codec = " + ".join(map(str, self.codecs)) + (f", {self.place}" if self.place else "")
-        why = f"stored at {self.why}" if self.state == SHARED else str(self.why)
-        return SiteReport(self.site, shape, dtype, self.state, self.plain, self.stored, codec, why)
 
 
 class Consumer(NamedTuple):

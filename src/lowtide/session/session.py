@@ -1,34 +1,35 @@
-"""The lifetime of a compressed forward: what is decided, encoded and counted, and when."""
+"""The lifetime of a compressed forward: what is asked, encoded and given back, and when."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..codecs import FLOATS, Codec, Derived, NotRepresentable, Packed, Raw, ShapeOnly, TensorMeta
+from ..codecs import FLOATS, Codec, NotRepresentable, Packed, Raw, TensorMeta
 from ..codecs.base import form_of
 from ..graph import capture
 from ..graph.capture import Capture, Site, Slot
 from ..graph.derive import Origin, origin_of
 from ..graph.rules import Need, rule_for
-from ..policy.methods import Method, Only, Survey, resolve
+from ..policy.choice import Action, Choice
+from ..policy.methods import Method, Planned, resolve
 from ..policy.plan import Plan
+from ..policy.policy import Policy
+from ..policy.scope import Scope
 from ..policy.tuners.base import Probed
 from ..policy.use import Use
-from ..report import EXACT, HELD, SHARED, Report, size
+from ..report import Report, size
 from .handles import (
     MASK,
     Consumer,
@@ -37,7 +38,6 @@ from .handles import (
     Rebuilt,
     Recast,
     Reference,
-    Row,
     changed_in_place,
     cut,
     described,
@@ -47,6 +47,9 @@ from .handles import (
     roots_of,
     sites_of,
 )
+from .ledger import SHAPE_ONLY, Ledger, Row, strided
+from .memory import recall
+from .noise import forward_noise, key_of
 from .offload import Moved, send
 from .replay import Sketch, gradients
 
@@ -55,51 +58,57 @@ MIN_NUMEL = 4096
 
 _RECENT = 12
 _SMALL_FACTOR = 1 << 16  # values; a factor that is copied for rebuilding, such as the weight of a norm, has no more
-_SHAPE_ONLY = ShapeOnly()
 _HALVES = (torch.bfloat16, torch.float16)
-_ticks = itertools.count()  # gives each session of a process its own rounding noise
+_STATE_FORMAT = 1
+_RAW = Raw()
 
 
 class Session:
     """A compressed forward; made by ``compress`` and ``attach``."""
 
-    def __init__(self, model: nn.Module, method: Method, seed: int, min_numel: int, derive: bool) -> None:
-        self.method = method
-        self.override: Callable[[Use, Codec], Codec | None] | None = None
-        """Has the last word about a codec, if it is set."""
-        self._away = method.home != "device"
-        self._tuner = method.tuner(model)
-        self._probing = False
-        self._probe: tuple[Callable[[], Tensor], int] | None = None
-        self._derive_all = derive
-        self._derives = derive or method.derives
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        seed: int,
+        scope: Scope | None = None,
+        steps: Iterator[int] | None = None,
+    ) -> None:
+        self.policy = policy
         self.seed = seed
         self.step = 0
-        self._chosen: list[tuple[Use, Codec]] = []
         self._model = model
-        self._min_numel = min_numel
+        self._scope = scope
+        self._steps = itertools.count(1) if steps is None else steps
+        self._chosen: list[tuple[Use, Choice]] = []
+        self._probing = False
+        self._repeated: tuple[Callable[[], Tensor], int] | None = None
         self._abilities = capture.probe()
-        twin = None if type(method).twin is Method.twin else method.twin
-        self._capture = Capture(model, self._visit, self._settle, self._start_forward, twin, self._derives)
+        self._capture = Capture(model, self._visit, self._settle, self._start_forward, policy.twin, policy.rebuilds)
         self._entered = 0
         self._thread = 0
         self._noise = 0
         self._forwards = 0
+        self._begun = False
         self._static: set[int] = set()
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._recent: list[weakref.ref[Handle]] = []
         self._waiting: deque[weakref.ref[Handle]] = deque()
         self._decoded: weakref.ref[Handle] | None = None
-        self._rows: list[Row] = []
-        self._counted: dict[int, tuple[weakref.ref[Any], Row]] = {}
+        self._ledger = Ledger()
         self._without_data = False
+
+    @property
+    def method(self) -> Method:
+        """The method that decides."""
+        return self.policy.method
 
     # ------------------------------------------------------------ lifetime
 
     def __enter__(self) -> Session:
         if self._entered:
             raise RuntimeError("this session is already open; make another with lowtide.compress()")
-        self.step = next(_ticks)
+        self.step = next(self._steps)
         self._open()
         return self
 
@@ -113,16 +122,16 @@ class Session:
                 stacklevel=3,
             )
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        parts = [part for t in tensors for part in _strided(t)]
+        parts = [part for t in tensors for part in strided(t)]
         self._static = {capture.storage_id(t.untyped_storage()) for t in parts if capture.has_storage(t)}
-        self._rows.clear()
+        self._ledger.clear()
         self._without_data = False
         self._chosen.clear()
         self._forget()
-        self._forwards = 0
-        if self._tuner is not None:
-            self._tuner.begin(self.step)
-        self._start_forward()
+        if self.policy.tuner is not None:
+            self.policy.tuner.begin(self.step)
+        self._begun = False
+        self._number_forward(1)
         self._capture.__enter__()
         self._entered = 1
         self._thread = threading.get_ident()
@@ -134,10 +143,8 @@ class Session:
         for reference in (*self._recent, *self._waiting):
             handle = reference()
             if handle is not None and not self._seal_if_ours(handle) and handle.raw is not None:
-                self._leave(handle.row)
-        for storage, row in self._counted.values():
-            if row.codecs == (_SHAPE_ONLY,) and storage() is not None:
-                self._leave(row)
+                handle.row.left()
+        self._ledger.close()
         self._forget()
 
     def begin(self, module: nn.Module) -> None:
@@ -153,8 +160,8 @@ class Session:
             self._close()  # an interrupt, which skips closing hooks, ended the last forward
         if torch.is_grad_enabled():
             self.step += 1
-            if self._probe is not None and self.step % self._probe[1] == 0:
-                self.adapt(self._probe[0], every=self._probe[1])
+            if self._repeated is not None and self.step % self._repeated[1] == 0:
+                self.adapt(self._repeated[0])
             self._open()
 
     def end(self) -> None:
@@ -171,25 +178,22 @@ class Session:
         if self._entered and self._thread == threading.get_ident():
             self._close()
 
-    def _leave(self, row: Row) -> None:
-        """Say why a storage is still there: a slot of autograd's keeps it, or somebody outside."""
-        if row.kept is not None:
-            row.exact(row.kept)
-        else:
-            row.state, row.why = HELD, "still in use outside the graph when the forward ended"
-
     def _forget(self) -> None:
         self._handles.clear()
         self._recent.clear()
         self._waiting.clear()
-        self._counted.clear()
         self._decoded = None
 
     def _start_forward(self) -> None:
+        """The model's forward begins: the first of the session, unless something was saved before it."""
+        self._number_forward(self._forwards + (self._begun or bool(self._ledger.rows)))
+        self._begun = True
+
+    def _number_forward(self, number: int) -> None:
         """Each forward of the model draws its own noise and counts its sites from zero."""
+        self._forwards = number
         self._capture.restart()
-        self._forwards += 1
-        self._noise = _hash(f"{self.seed}/{self.step}/{self._forwards}/{_rank()}")
+        self._noise = forward_noise(self.seed, self.step, number)
 
     # ------------------------------------------------------------ forward
 
@@ -197,13 +201,18 @@ class Session:
         """Decide about one newly saved tensor that is not a parameter."""
         tensor, storage = slot.tensor, slot.storage
         if tensor is None:
-            self._rows.append(Row(slot.site, None, HELD, 0, "held by other saved-tensor hooks, such as checkpoint"))
+            self._ledger.held(slot.site, "held by other saved-tensor hooks, such as checkpoint")
             return
         if storage is None:
             self._keep_odd(slot.site, tensor)
             return
         identity = capture.storage_id(storage)
-        if identity in self._static or (tensor.dtype in _HALVES and self._recast(slot, identity)):
+        if identity in self._static:
+            return
+        if self._scope is not None and (outside := self._scope.reason(slot.site.module)) is not None:
+            self._count(slot, identity, outside, kept=True)
+            return
+        if tensor.dtype in _HALVES and self._recast(slot, identity):
             return
         try:
             rule = rule_for(slot)
@@ -216,7 +225,7 @@ class Session:
             return
         need = rule.need
         if lossless is not None:
-            if lossless == _SHAPE_ONLY:
+            if lossless == SHAPE_ONLY:
                 self._count(slot, identity, rule.why, needs_values=False)
                 packed = lossless.encode(tensor, key=0)
                 slot.hook(lambda _: packed, Packed.decode)
@@ -235,22 +244,9 @@ class Session:
 
     def _keep_odd(self, site: Site, tensor: Tensor) -> None:
         """Note a tensor without a plain storage of its own; one of the model's own sparse ones costs nothing."""
-        kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.layout)
-        meta = TensorMeta(tuple(tensor.shape), (), tensor.dtype)
-        parts = _strided(tensor)
-        values = parts[0].untyped_storage() if len(parts) > 1 and capture.has_storage(parts[0]) else None
-        identity = 0 if values is None else capture.storage_id(values)
-        if identity in self._static:
-            return
-        known = self._counted.get(identity)
-        if known is not None and known[0]() is values:
-            self._rows.append(Row(site, meta, SHARED, 0, known[1].site))
-            return
-        row = Row(site, meta, EXACT, sum(map(_nbytes, parts)), f"{kind}: kept as it is")
-        row.kept = f"{site.op}.{site.slot} keeps it: {row.why}"
-        self._rows.append(row)
-        if values is not None:
-            self._counted[identity] = (weakref.ref(values), row)
+        first = strided(tensor)[0]
+        if first is tensor or not capture.has_storage(first) or _identity(first) not in self._static:
+            self._ledger.add_odd(site, tensor)
 
     def _store(self, slot: Slot, identity: int, consumer: Consumer, why: str) -> None:
         """Hook the slot to the handle of its storage."""
@@ -261,19 +257,18 @@ class Session:
             and handle.version == capture.version_of(tensor)
             and handle.consumers[0].view.dtype is meta.dtype
         ):
-            self._rows.append(Row(slot.site, meta, SHARED, 0, handle.row.site))
+            self._ledger.shared(slot.site, meta, handle.row.site)
         else:
             numel = tensor.numel()
             total = slot.storage.nbytes() // meta.dtype.itemsize
-            # A small tensor is not worth the trouble, unless it would keep a large storage alive.
-            if numel < self._min_numel and numel * 4 >= total:
+            if self.policy.ignores(numel, total):
                 self._count(slot, identity, "small", kept=True)
                 return
             row = self._count(slot, identity, why, by_handle=True, meta=meta)
             whole = capture.base_of(tensor) if numel != total else None
             base = None if whole is None else TensorMeta.of(whole)
             handle = Handle(tensor.detach(), identity, base, total, self._noise, row)
-            if self._derives:
+            if self.policy.rebuilds:
                 handle.origin = self._origin(capture.base_of(tensor), tensor, total)
             reference = weakref.ref(handle)
             self._handles[identity] = reference
@@ -282,9 +277,9 @@ class Session:
         if consumer.lossless is None and not slot.twin:
             handle.readers += 1
         light = Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
-        if self._derives:
+        if self.policy.rebuilds:
             slot.remember(light)
-        tuner = self._tuner
+        tuner = self.policy.tuner
         if tuner is not None and consumer.lossless is None and tuner.wants_gradient(consumer.site, consumer.need):
             slot.watch(lambda gradient: tuner.observe(consumer.site, gradient))
         slot.saved.register_hooks(lambda _: light, self._unpack)
@@ -345,24 +340,18 @@ class Session:
         says that the slot gets no hook, so that autograd keeps the storage as it is.
         """
         handle = self._pending(identity)
-        row = handle.row if handle is not None else None
-        if row is None and (known := self._counted.get(identity)) is not None and known[0]() is slot.storage:
-            row = known[1]
+        row = self._ledger.known(slot.storage) if handle is None else handle.row
         meta = meta or TensorMeta.of(slot.tensor)
-        if row is not None:
-            self._rows.append(Row(slot.site, meta, SHARED, 0, row.site))
-            if needs_values and row.codecs == (_SHAPE_ONLY,):
-                row.exact(why)
-            if kept:
-                row.kept = f"{slot.site.op}.{slot.site.slot} keeps it: {why}"
+        if row is None:
+            row = self._ledger.add(slot.site, meta, slot.storage, why, kept=kept, by_handle=by_handle)
+            if not needs_values:
+                row.compressed(0, SHAPE_ONLY)
             return row
-        row = Row(slot.site, meta, EXACT, slot.storage.nbytes(), why)
-        row.kept = why if kept else None
-        self._rows.append(row)
-        if not by_handle:
-            self._counted[identity] = (weakref.ref(slot.storage), row)
-        if not needs_values:
-            row.compressed(0, _SHAPE_ONLY)
+        self._ledger.shared(slot.site, meta, row.site)
+        if needs_values and row.codecs == (SHAPE_ONLY,):
+            row.exact(why)
+        if kept:
+            row.kept = f"{slot.site.op}.{slot.site.slot} keeps it: {why}"
         return row
 
     # ------------------------------------------------------------ encoding
@@ -395,43 +384,52 @@ class Session:
         return True
 
     def _seal(self, handle: Handle, raw: Tensor) -> None:
-        """Encode the storage, or, where less than all of it is read, each part that is."""
+        """Encode the storage, or, where less than all of it is read, each part that is; or note why it stays."""
         plans = handle.plans()
-        total, chosen = 0, []
-        used: dict[Codec, None] = {}
+        row = handle.row
+        total, asked = 0, []
+        used: dict[object, None] = {}
+        on_purpose = False
         for key, meta, offset, consumers in plans:
             tensor = cut(raw, meta, offset)
-            codec, lossless, why = self._choose(tensor, meta, consumers, handle.origin if key is None else None)
-            if why is not None:
-                handle.row.why = why
+            use, lossless, origin = self._asked(meta, consumers, handle.origin if key is None else None)
+            choice = None if use is None else self._choose(use, tensor, origin)
+            if choice is not None and choice.action is Action.KEEP:
+                row.why = choice.why
+                self._note((use, choice))
                 return
-            for each in lossless if codec is None else (codec, *lossless):
-                total += each.packed_nbytes(meta)
-                used[each] = None
-            chosen.append((tensor, codec, lossless))
-        if total >= handle.row.plain and not any(type(codec) is Raw for codec in used):
-            handle.row.why = "packing would not make it smaller"
+            for codec in lossless:
+                total += codec.packed_nbytes(meta)
+            if choice is not None:
+                total += choice.nbytes(meta)
+                used[choice.codec or choice.action.shown] = None
+                on_purpose = on_purpose or choice.action is Action.OFFLOAD or type(choice.codec) is Raw
+            used.update(dict.fromkeys(lossless))
+            asked.append((tensor, use, choice, lossless, origin))
+        if total >= row.plain and not on_purpose:
+            row.why = "packing would not make it smaller"
+            self._note(*((use, Choice.keep(row.why)) for _, use, *_ in asked))
             return
         try:
-            for (key, meta, _, consumers), (tensor, codec, lossless) in zip(plans, chosen, strict=True):
-                handle.parts[key] = self._encode(handle, tensor, meta, consumers, codec, lossless)
+            for (key, meta, _, consumers), (tensor, _, choice, lossless, origin) in zip(plans, asked, strict=True):
+                handle.parts[key] = self._carry_out(handle, tensor, meta, consumers, choice, lossless, origin)
         except NotRepresentable as reason:
             handle.parts.clear()
-            handle.row.why = f"kept exactly: {reason}"
+            row.why = f"kept exactly: {reason}"
+            self._note(*((use, Choice.keep(row.why)) for _, use, *_ in asked))
             return
         handle.raw = None
-        row = handle.row
-        if self._away:
-            for part in handle.parts.values():
-                if isinstance(part.values, Moved):
-                    row.away += part.values.nbytes
-                    row.place = part.values.place
+        self._note(*((use, choice) for _, use, choice, *_ in asked))
+        for part in handle.parts.values():
+            if isinstance(part.values, Moved):
+                row.away += part.values.nbytes
+                row.place = part.values.place
         row.compressed(total - row.away, *used)
 
-    def _choose(
-        self, tensor: Tensor, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
-    ) -> tuple[Codec | None, list[Codec], str | None]:
-        """Codec for the values, lossless codecs, or why the tensor stays."""
+    def _asked(
+        self, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
+    ) -> tuple[Use | None, list[Codec], Origin | None]:
+        """What all consumers of a tensor want: its values (if any does), lossless forms; and how to rebuild it."""
         lossless: list[Codec] = []
         need, spatial, rectified, sites = Need.LOSSLESS, False, False, []
         for consumer in consumers:
@@ -445,60 +443,58 @@ class Session:
                     lossless.append(consumer.lossless)
         if need is Need.LOSSLESS:
             return None, lossless, None
-        if origin is not None and origin.rectified and not rectified:
-            origin = None
-        if meta.numel < self._min_numel:
-            return Raw(), lossless, None
-        sources = () if origin is None else sites_of(origin)
-        use = Use(need, meta, spatial, tuple(sites), sources, rectified)
-        codec: Codec | None
-        if origin is not None and self._derive_all and need_of(origin) >= need:
-            codec = Derived()
-        else:
-            codec = self.method.codec_for(use)
-            if codec is not None and self._tuner is not None and capture.has_data(tensor):
-                codec = self._tuner.codec_for(use, tensor, codec, rebuilder(origin, tensor, meta))
-        if codec is None:
-            return None, lossless, f"{self.method.name} keeps these values"
-        if self.override is not None:
-            codec = self.override(use, codec)
-            if codec is None:
-                return None, lossless, "kept exactly, because its noise was too much"
-        self._chosen.append((use, codec))
-        return codec, lossless, None
+        if origin is None or (origin.rectified and not rectified):
+            return Use(need, meta, spatial, tuple(sites), (), rectified), lossless, None
+        return Use(need, meta, spatial, tuple(sites), sites_of(origin), rectified, need_of(origin)), lossless, origin
 
-    def _encode(
+    def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> Choice:
+        """Ask the policy; bytes that lie in host memory already need not be sent there."""
+        from_sources = None if self.policy.tuner is None else rebuilder(origin, tensor, use.meta)
+        choice = self.policy.choose(use, tensor, from_sources)
+        if choice.action is Action.OFFLOAD and choice.home == "host" and tensor.device.type == "cpu":
+            return Choice.keep("it lies in host memory as it is")
+        return choice
+
+    def _note(self, *decided: tuple[Use | None, Choice | None]) -> None:
+        """Remember what was decided about values, for the plan; small tensors are no decision."""
+        for use, choice in decided:
+            if use is not None and choice is not None and use.meta.numel >= self.policy.min_numel:
+                self._chosen.append((use, choice))
+
+    def _carry_out(
         self,
         handle: Handle,
         tensor: Tensor,
         meta: TensorMeta,
         consumers: list[Consumer],
-        codec: Codec | None,
+        choice: Choice | None,
         lossless: list[Codec],
+        origin: Origin | None,
     ) -> Part:
+        """Encode a tensor as it was chosen; None stands for a tensor of which only lossless forms are read."""
         if not capture.has_data(tensor):
             # Nothing to pack, and nothing to check: the bytes reported are predicted ones in any case.
             self._without_data = True
-            form = _SHAPE_ONLY.encode(tensor, key=0)
-            return Part(None if codec is None else form, dict.fromkeys(lossless, form), None)
-        origin = handle.origin if type(codec) is Derived else None
-        rectified = codec is not None and MASK in lossless and any(masks(c, meta) for c in consumers)
-        on_the_way = rectified and origin is None  # the codec finds the mask while it looks at the values
+            form = SHAPE_ONLY.encode(tensor, key=0)
+            return Part(None if choice is None else form, dict.fromkeys(lossless, form), None)
+        rebuilt = choice is not None and choice.action is Action.REBUILD
+        rectified = choice is not None and MASK in lossless and any(masks(c, meta) for c in consumers)
+        on_the_way = rectified and not rebuilt  # the codec finds the mask while it looks at the values
         packs = {c: c.encode(tensor, key=0) for c in lossless if not on_the_way or c != MASK} if lossless else {}
-        if codec is None:
+        if choice is None:
             return Part(None, packs, None)
-        if origin is not None:
+        if rebuilt:
+            assert origin is not None
             handle.row.why = f"rebuilt from {described(origin)}"
             return Part(Rebuilt(origin, meta), packs, packs[MASK].buffers[0] if rectified else None)
-        key, support = _signed(_site_hash(consumers[0].site) ^ handle.noise), None
+        codec = choice.codec or _RAW
+        key, support = key_of(consumers[0].site, handle.noise), None
         if on_the_way:
             packed, support = codec.encode_rectified(tensor, key=key)
             packs[MASK] = Packed(MASK, form_of(tensor)[0], (support,))
         else:
             packed = codec.encode(tensor, key=key)
-        if self._away and meta.numel >= self._min_numel:
-            packed = send(packed, self.method.home)
-        return Part(packed, packs, support)
+        return Part(packed if choice.home == "device" else send(packed, choice.home), packs, support)
 
     # ------------------------------------------------------------ backward
 
@@ -542,20 +538,28 @@ class Session:
     # ------------------------------------------------------------ probes
 
     @property
-    def chosen(self) -> dict[Use, Codec]:
-        """What the last forward chose for each tensor whose values it stored, tuning included."""
+    def chosen(self) -> dict[Use, Choice]:
+        """What the last forward did to each tensor whose values may be approximated, by what was known of it."""
         return dict(self._chosen)
+
+    def plan(self) -> Plan:
+        """What the last forward did, as a plan that can be saved and run again.
+
+        Each tensor is listed at every site that saved it. Masks, indices and shapes are not listed, because every
+        method keeps them losslessly, and neither are small tensors.
+        """
+        return Plan({site: choice for use, choice in self._chosen for site in use.sites}, str(self.method))
 
     @property
     def adapts(self) -> bool:
         """Does its method learn from one step for the next?"""
-        return self._tuner is not None
+        return self.policy.tuner is not None
 
     def gradients(self, closure: Callable[[], Tensor], step: int) -> dict[str, Tensor]:
         """Gradients by parameter name from a compressed forward on the side, rounded as ``step`` rounds.
 
-        Like :func:`replay.gradients` it disturbs nothing, nor the count of sessions on which :func:`compress`
-        draws its noise. An adaptive method learns from it as from any other step.
+        Like :func:`replay.gradients` it disturbs nothing, nor the count of steps. An adaptive method learns from it
+        as from any other step.
         """
 
         def inside() -> Tensor:
@@ -568,34 +572,62 @@ class Session:
 
         return gradients(self._model, inside)
 
-    def adapt(self, closure: Callable[[], Tensor], *, every: int | None = None) -> None:
+    def beside(
+        self,
+        *,
+        plan: Plan | None = None,
+        seed: int | None = None,
+        share: float = 1.0,
+        spared: Iterable[Use] = (),
+        stored: Iterable[Use] | None = None,
+    ) -> Session:
+        """Another session on the same model, for probes: run it with :meth:`gradients`.
+
+        It follows ``plan``, or else decides as this one does now, for a part ``share`` of its samples. Tensors that
+        are ``spared`` stay exact, and with ``stored`` all that are not among those. So "what if this tensor alone
+        were exact" and "what if it alone were not" are asked in one way.
+        """
+        own = self.policy
+        policy = own.like(self._model, share) if plan is None else own.following(plan, self._model)
+        spared, stored = tuple(spared), None if stored is None else tuple(stored)
+        if spared or stored is not None:
+            policy.spare(spared, stored)
+        return Session(self._model, policy, self.seed if seed is None else seed, self._scope)
+
+    def adapt(self, closure: Callable[[], Tensor]) -> None:
         """Measure what rounding each tensor does to the gradient, and let the method decide anew.
 
         ``closure`` runs the forward on a batch of your choice, best a small one, and returns the loss. One exact pass,
         then one more for each stored tensor; gradients are compared by sketches, none is kept. Weights, buffers,
-        ``.grad`` and random states are as before. With ``every`` it is repeated before each such number of steps.
+        ``.grad`` and random states are as before.
         """
-        tuner = self._tuner
+        tuner = self.policy.tuner
         if not isinstance(tuner, Probed):
             raise TypeError(f"method {self.method.name!r} does not adapt to probes; use 'gact' or 'auto'")
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"every must be a whole number of at least 1; got {every!r}")
         if not tuner.ready:
             raise RuntimeError(f"{self.method.name} measures its options in a first step; run one before adapt()")
         if self._entered:
             raise RuntimeError("adapt() runs forwards of its own; call it between steps, not inside the session")
-        self._probe = None if every is None else (closure, every)
         sketch = Sketch(self._model)
-        uses: dict[Site, tuple[Use, Codec]] = {}
+        found = []
         with tuner.timed(), self.aside():
-            survey = Survey(tuner, uses)
-            exact = self._sketch(sketch, closure, survey)
-            found = []
-            for use, codec in uses.values():
-                change = self._sketch(sketch, closure, Only(use.sites[0], codec)) - exact
+            survey = self.beside(plan=Plan())
+            exact = sketch.of(survey.gradients(closure, 0))
+            for use in {use.sites[0]: use for use in survey.chosen}.values():
+                trial = tuner.trial(use)
+                if trial is None:
+                    continue
+                alone = self.beside(plan=Plan({use.sites[0]: trial}))
+                change = sketch.of(alone.gradients(closure, 0)) - exact
                 square = float(change.square().sum(dtype=torch.float64))
                 found.append((use, square if math.isfinite(square) else math.inf))
         tuner.measured(found)
+
+    def adapt_every(self, closure: Callable[[], Tensor], steps: int | None) -> None:
+        """Repeat :meth:`adapt` before every so many steps of an attached model; None ends it."""
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ValueError(f"every must be a whole number of at least 1; got {steps!r}")
+        self._repeated = None if steps is None else (closure, steps)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -611,43 +643,39 @@ class Session:
         """Inside :meth:`aside`?"""
         return self._probing
 
-    def like(self, seed: int, share: float) -> Session:
-        """Another session that decides as this one, with noise of its own, for a part ``share`` of its samples."""
-        other = Session(self._model, self.method, seed, int(self._min_numel * share), self._derive_all)
-        other.override = self.override
-        if self._tuner is not None and other._tuner is not None:
-            other._tuner.load_state_dict(self._tuner.state_dict())
-        return other
-
-    def _sketch(self, sketch: Sketch, closure: Callable[[], Tensor], method: Method) -> Tensor:
-        """The gradient with what ``method`` compresses, in a session of its own that no other counts."""
-        session = Session(self._model, method, self.seed, self._min_numel, False)
-        return sketch.of(session.gradients(closure, 0))
+    # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Seed, step and what the method learned."""
-        learned = {} if self._tuner is None else {"learned": self._tuner.state_dict()}
-        return {"seed": self.seed, "step": self.step, **learned}
+        """Format, method, seed, step and what the method learned: plain data, fit for JSON."""
+        state = {"format": _STATE_FORMAT, "method": str(self.method), "seed": self.seed, "step": self.step}
+        tuner = self.policy.tuner
+        return state if tuner is None else {**state, "learned": tuner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, which must come from the same method."""
-        expected = {"seed", "step"} | ({"learned"} if self._tuner is not None else set())
+        """Go on from ``state``, which must come from the same method with the same options."""
+        tuner = self.policy.tuner
+        if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT:
+            raise ValueError(f"expected a state of format {_STATE_FORMAT}, as state_dict() gives it; got {state!r:.80}")
+        if state.get("method") != str(self.method):
+            raise ValueError(f"this state is of {state.get('method')}, and here {self.method} is at work")
+        expected = {"format", "method", "seed", "step"} | (set() if tuner is None else {"learned"})
         if set(state) != expected:
             raise ValueError(f"{self.method.name} expects the keys {', '.join(sorted(expected))}; got {sorted(state)}")
-        self.seed, self.step = int(state["seed"]), int(state["step"])
-        if self._tuner is not None:
-            self._tuner.load_state_dict(state["learned"])
+        seed, step = int(state["seed"]), int(state["step"])
+        if tuner is not None:
+            tuner.load_state_dict(state["learned"])
+        self.seed, self.step = seed, step
 
     # ------------------------------------------------------------ report
 
     @property
     def tuner_seconds(self) -> float:
         """Time an adaptive method has spent deciding and measuring so far."""
-        return 0.0 if self._tuner is None else self._tuner.seconds()
+        tuner = self.policy.tuner
+        return 0.0 if tuner is None else tuner.seconds()
 
     def report(self) -> Report:
         """What was saved in the last forward, how it is stored, and why."""
-        rows = tuple(row.finished() for row in self._rows)
         notes = []
         if not self._abilities.slots:
             notes.append(f"torch {torch.__version__} hides saved tensors: nothing was compressed")
@@ -662,10 +690,10 @@ class Session:
             notes.append(f"deciding and measuring took {1e3 * self.tuner_seconds:.1f} ms since the session began")
         if slow:
             notes.append(f"slow reference kernels served for {', '.join(slow)} ({next(iter(slow.values()))})")
-        for place in dict.fromkeys(row.place for row in self._rows if row.place):
-            away = sum(row.away for row in self._rows if row.place == place)
-            notes.append(f"{size(away)} of packed values are {place}, not on the device, and not counted as stored")
-        return Report(_describe(self.method), rows, tuple(notes))
+        for place, nbytes in self._ledger.away():
+            notes.append(f"{size(nbytes)} of packed values are {place}, not on the device, and not counted as stored")
+        notes += self.method.notes(self.plan())
+        return Report(str(self.method), self._ledger.finished(), tuple(notes))
 
 
 OPENER = "opens_lowtide_session"
@@ -680,12 +708,20 @@ def attached(model: nn.Module) -> bool:
 def new_session(
     model: nn.Module,
     method: str | Method | Codec | Plan,
-    seed: int,
-    min_numel: int,
-    derive: bool,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    min_numel: int = MIN_NUMEL,
+    derive: bool = False,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    remembers: bool = False,
 ) -> Session:
-    """A session that is not open yet, for what a user named; raises if the arguments make no sense."""
+    """A session that is not open yet, for what a user named; raises if the arguments make no sense.
+
+    With ``remembers`` it shares what it learns, and the count of steps, with all such sessions of the same model and
+    the same arguments.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     if next(model.parameters(), None) is None:
@@ -696,48 +732,16 @@ def new_session(
         raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
     if not isinstance(derive, bool):
         raise TypeError(f"derive must be True or False; got {derive!r}")
-    return Session(model, resolve(method, options), seed, min_numel, derive)
+    scope = Scope.of(model, include, exclude)
+    resolved = resolve(method, options)
+    if isinstance(resolved, Planned):
+        resolved.require_some_module(model)
+    policy = Policy(resolved, model, min_numel, derive)
+    if not remembers or not isinstance(resolved, Hashable):
+        return Session(model, policy, seed, scope)
+    memory = recall(model, (resolved, min_numel, derive, scope, seed), policy)
+    return Session(model, memory.policy, seed, scope, memory.steps)
 
 
-def _describe(method: Method) -> str:
-    return repr(method).replace(type(method).__name__, method.name, 1)
-
-
-def _strided(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold what a sparse one holds, its values first; the tensor itself if it is not sparse."""
-    if tensor.layout is torch.strided:
-        return [tensor]
-    tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._values(), tensor._indices()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
-    return [tensor]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
-        return tensor.numel() * tensor.element_size()
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-@lru_cache(maxsize=1 << 16)
-def _site_hash(site: Site) -> int:
-    return _hash(str(site))
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _rank() -> int:
-    """Ranks must round independently, or averaging over them would not average the noise."""
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if ready else 0
+def _identity(tensor: Tensor) -> int:
+    return capture.storage_id(tensor.untyped_storage())

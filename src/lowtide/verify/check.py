@@ -12,12 +12,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..codecs import Codec, TensorMeta
+from ..codecs import Codec
 from ..graph import capture
 from ..graph.capture import Site
 from ..policy.methods import Method
@@ -215,7 +215,7 @@ def check(
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise ValueError(f"seconds must be a number of at least 0; got {seconds!r}")
     loss = default_loss(batch) if loss_fn is None else loss_fn
-    session = new_session(model, method, seed, min_numel, derive, options)
+    session = new_session(model, method, options, seed=seed, min_numel=min_numel, derive=derive)
     if capture.watching() or attached(model):
         raise RuntimeError(
             "this model is being compressed already, so its exact gradient is out of reach; call check() outside of "
@@ -239,13 +239,11 @@ def check(
     report, count, last = session.report(), len(draws), draws[-1]
     del draws
 
-    chosen, step = dict(session.chosen), session.step
-    lossy = {use: codec for use, codec in chosen.items() if not codec.exact}
+    plan, step = session.plan(), session.step
+    lossy = {use: choice for use, choice in session.chosen.items() if not choice.exact}
 
     def spared(use: Use) -> dict[str, Tensor]:
-        table = {(u.sites, u.meta): codec for u, codec in chosen.items() if u != use}
-        fixed = new_session(model, _Fixed(table, session.method), seed, min_numel, False, {})
-        return _gathered(fixed.gradients(run, step))
+        return _gathered(session.beside(plan=plan, spared=[use]).gradients(run, step))
 
     sites = []
     if overall.error > 0:
@@ -534,26 +532,6 @@ class _Probe:
 
 
 # ---------------------------------------------------------------- sites
-
-
-@dataclass(frozen=True)
-class _Fixed(Method):
-    """What another method chose before; a tensor that is not in the table stays exact."""
-
-    name: ClassVar[str] = "fixed"
-    derives: ClassVar[bool] = True
-    codecs: Mapping[tuple[tuple[Site, ...], TensorMeta], Codec]
-    other: Method
-
-    def codec_for(self, use: Use) -> Codec | None:
-        """What the table says."""
-        return self.codecs.get((use.sites, use.meta))
-
-    def twin(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """The other method's."""
-        return self.other.twin(func, args, kwargs)
 
 
 def _damage(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[int, float]:

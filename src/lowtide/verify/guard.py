@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..codecs import Cast, Codec, GroupQuant, from_config
+from ..codecs import Cast, GroupQuant
 from ..graph import capture
-from ..graph.capture import Site
-from ..policy.tuners.base import require_keys, site_of
+from ..policy.choice import Action, Choice
+from ..policy.plan import Plan
+from ..policy.tuners.base import require_keys
 from ..policy.use import Use
 from ..report import size
 from ..session import Session
@@ -211,8 +212,8 @@ class Watch:
         self.guard = guard
         self.readings: deque[Reading] = deque(maxlen=_WINDOW)
         """The last looks since precision was last raised."""
-        self.raised: dict[Site, Codec | None] = {}
-        """The codec that each raised tensor has at least, by its first site; None is exact."""
+        self.raised = Plan()
+        """What each raised tensor has at least, by its first site."""
         self.log: list[str] = []
         self.off: str | None = None
         """Why the guard no longer looks."""
@@ -222,7 +223,7 @@ class Watch:
         self._failures = 0  # one after another
         self._lost = False  # the last gradient was not finite
         self._repeats = False  # an exact gradient came out the same a second time
-        session.override = self.codec_for
+        session.policy.demand = self.demand
 
     # ------------------------------------------------------------ around each forward and backward
 
@@ -296,7 +297,7 @@ class Watch:
                 if _product(again, again) > _REPEATS * _product(exact[0], exact[0]):
                     raise NotDivisible("the exact gradient of the same samples differs from run to run")
                 self._repeats = True
-            found = self._compressed(probes, taken, frozenset())
+            found = self._compressed(probes, taken)
             reading = self._read(exact, found, taken)
             if not reading.square:
                 return  # a gradient of zero is no measure
@@ -307,19 +308,15 @@ class Watch:
         self._failures, self._lost = 0, False
 
     def _compressed(
-        self, probes: Sequence[Callable[[], Tensor]], taken: _Taken, spared: frozenset[Site]
+        self, probes: Sequence[Callable[[], Tensor]], taken: _Taken, *spared: Use
     ) -> list[dict[str, Tensor]]:
         """Gradients with what the last forward compressed, but for ``spared``: no more, whatever lives shorter here."""
-        stored = {use.sites[0] for use in self._session.chosen} - spared
-
-        def codec_for(use: Use, codec: Codec) -> Codec | None:
-            return self.codec_for(use, codec) if use.sites[0] in stored else None
-
+        main = self._session
+        stored = [use for use, choice in main.chosen.items() if choice.action is not Action.KEEP]
         found = []
         for i, probe in enumerate(probes):
-            session = self._session.like(self._session.seed + 1 + i, taken.share)
-            session.override = codec_for
-            found.append(_thin(session.gradients(probe, self._session.step)))
+            session = main.beside(seed=main.seed + 1 + i, share=taken.share, spared=spared, stored=stored)
+            found.append(_thin(session.gradients(probe, main.step)))
         return found
 
     def _read(self, exact: list[dict[str, Tensor]], found: list[dict[str, Tensor]], taken: _Taken) -> Reading:
@@ -357,29 +354,30 @@ class Watch:
         taken: _Taken,
     ) -> None:
         """Give the tensors that matter most their next codec, until what they add is half of what is allowed."""
-        stored = {use: codec for use, codec in self._session.chosen.items() if not codec.exact}
+        stored = {use: choice for use, choice in self._session.chosen.items() if not choice.exact}
         pairs = list(zip(found, exact, strict=True))
         errors = {name: math.sqrt(sum(_damage(f, e, name) for f, e in pairs)) for name in exact[0]}
         whole = self._read(exact, found, taken)
         falls = []
         for use in suspects(stored, errors)[:_TRIED]:
-            spared = self._read(exact, self._compressed(probes, taken, frozenset(use.sites[:1])), taken)
+            spared = self._read(exact, self._compressed(probes, taken, use), taken)
             falls.append((_fall(whole, spared, what), use))
         falls.sort(key=lambda row: -row[0])
         limit, left = self.guard.bias**2 * whole.square, whole.bias
         if what == "error":
             limit, left = self.guard.error**2 * max(whole.noise, LEAST_NOISE**2 * whole.square), whole.error
         names: list[str] = []
+        raised = dict(self.raised.choices)
         more = 0
         for fall, use in falls:
             if fall <= 0 or (names and left <= limit / 2):
                 break
-            codec = stored[use]
-            better = self.raised[use.sites[0]] = _better(use, codec)
-            nbytes = use.meta.nbytes if better is None else better.packed_nbytes(use.meta)
-            more += nbytes - codec.packed_nbytes(use.meta)
-            names.append(f"{' / '.join(map(str, use.sites))} from {codec} to {better or 'exact'}")
+            choice = stored[use]
+            better = raised[use.sites[0]] = _better(use, choice)
+            more += better.nbytes(use.meta) - choice.nbytes(use.meta)
+            names.append(f"{' / '.join(map(str, use.sites))} from {choice} to {better}")
             left -= fall
+        self.raised = Plan(raised)
         text = self._said(what, taken.step)
         self.readings.clear()
         if not names:
@@ -398,14 +396,10 @@ class Watch:
         self.log.append(text)
         logger.warning(text)
 
-    def codec_for(self, use: Use, codec: Codec) -> Codec | None:
-        """The codec that the method chose, or what the guard demands if that is more."""
-        if use.sites[0] not in self.raised:
-            return codec
-        least = self.raised[use.sites[0]]
-        if least is None or least.packed_nbytes(use.meta) > codec.packed_nbytes(use.meta):
-            return least
-        return codec
+    def demand(self, use: Use, choice: Choice) -> Choice:
+        """What the method chose, or what the guard asks for if that is more."""
+        least = self.raised.choices.get(use.sites[0])
+        return choice if least is None or least.nbytes(use.meta) <= choice.nbytes(use.meta) else least
 
     # ------------------------------------------------------------ telling and keeping
 
@@ -419,7 +413,7 @@ class Watch:
     def state_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON."""
         return {
-            "raised": [[list(s), None if c is None else c.to_config()] for s, c in self.raised.items()],
+            "raised": self.raised.to_data(),
             "readings": [list(reading) for reading in self.readings],
             "log": list(self.log),
             "off": self.off,
@@ -428,20 +422,20 @@ class Watch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
         require_keys(state, {"raised", "readings", "log", "off"})
-        self.raised = {site_of(s): None if c is None else from_config(c) for s, c in state["raised"]}
+        self.raised = Plan.from_data(state["raised"])
         self.readings = deque((Reading(*row) for row in state["readings"]), maxlen=_WINDOW)
         self.log = list(state["log"])
         self.off = state["off"]
         self.stop()
 
 
-def _better(use: Use, codec: Codec) -> Codec | None:
-    """The next codec that keeps more: 4 bits, 8 bits, bfloat16, exact (None)."""
+def _better(use: Use, choice: Choice) -> Choice:
+    """The next choice that keeps more: 4 bits, 8 bits, bfloat16, all."""
     layout = "sample" if use.dims else "row"
-    for better in (GroupQuant(4, layout=layout), GroupQuant(8, layout=layout), Cast("bfloat16")):
-        if codec.packed_nbytes(use.meta) < better.packed_nbytes(use.meta) < use.meta.nbytes:
-            return better
-    return None
+    for codec in (GroupQuant(4, layout=layout), GroupQuant(8, layout=layout), Cast("bfloat16")):
+        if choice.nbytes(use.meta) < codec.packed_nbytes(use.meta) < use.meta.nbytes:
+            return Choice.store(codec, why="raised by the guard")
+    return Choice.keep("kept exactly, because its noise was too much")
 
 
 def _fall(whole: Reading, spared: Reading, what: str) -> float:

@@ -1,7 +1,7 @@
 """What an adaptive method learns while training.
 
-A tuner changes the codec a method chose, from what it saw in earlier steps and in the tensor at hand. Its state is
-small and plain, and a run that resumes from it decides the same.
+A tuner refines the choice of a method by what it saw in earlier steps and in the tensor at hand. Its state is small and
+plain, and a run that resumes from it decides the same.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...codecs import Codec
 from ...graph.capture import Site
 from ...graph.rules import Need
+from ..choice import Choice
 from ..use import Use
 
-Rebuild = Callable[[], Tensor]
+FromSources = Callable[[], Tensor]
+"""Makes a tensor again from its sources as they are stored, as backward would."""
 
 
 class Tuner(ABC):
@@ -33,10 +34,10 @@ class Tuner(ABC):
         """Before each forward that will be compressed."""
 
     @abstractmethod
-    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
-        """The codec for these values, in place of the method's own ``base``; ``tensor`` is only read.
+    def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
+        """The choice for this tensor, in place of the method's own ``base``. ``tensor`` is only read.
 
-        ``rebuild`` makes the tensor again from those it can be derived from, as they are stored.
+        ``from_sources`` is there if the tensor can be rebuilt from others that are stored already.
         """
 
     def wants_gradient(self, site: Site, need: Need) -> bool:
@@ -78,8 +79,8 @@ class Probed(Tuner):
         return True
 
     @abstractmethod
-    def probe_codec(self, use: Use) -> Codec | None:
-        """What a probe rounds this tensor with; None if its codec is not up for choice."""
+    def trial(self, use: Use) -> Choice | None:
+        """What a probe does to this tensor alone; None if the tensor is not up for choice."""
 
     @abstractmethod
     def measured(self, found: Sequence[tuple[Use, float]]) -> None:

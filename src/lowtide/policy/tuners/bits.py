@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...codecs import Codec, GroupQuant
+from ...codecs import GroupQuant
 from ...graph.capture import Site
 from ...graph.rules import Need
+from ..choice import Choice
+from ..plan import Plan
 from ..solve import allocate
 from ..use import Use
-from .base import Probed, Rebuild, require_keys, site_of
+from .base import FromSources, Probed, require_keys
 
 
 class BitTuner(Probed):
@@ -30,18 +31,18 @@ class BitTuner(Probed):
         self.bits = bits
         self.group = group
         self.propagating = propagating
-        self._table: dict[Site, int] = {}
+        self._plan = Plan()
         self._fixed: dict[Site, tuple[int, int]] = {}  # values, and bits that are not up for choice
 
     def begin(self, step: int) -> None:
         """Nothing changes between probes."""
 
-    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
+    def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
         """The bits the last probe gave."""
-        bits = self._table.get(use.sites[0])
-        return base if bits is None or not isinstance(base, GroupQuant) else dataclasses.replace(base, bits=bits)
+        planned = self._plan.choices.get(use.sites[0])
+        return base if planned is None or not isinstance(base.codec, GroupQuant) else planned
 
-    def probe_codec(self, use: Use) -> Codec | None:
+    def trial(self, use: Use) -> Choice | None:
         """Two bits: little enough to be seen, enough not to be all noise."""
         if use.need >= Need.LOGARITHM:
             return None
@@ -49,7 +50,7 @@ class BitTuner(Probed):
         if own is not None:
             self._fixed[use.sites[0]] = (use.meta.numel, own)
             return None
-        return GroupQuant(2, self.group, "sample" if use.dims else "row")
+        return self._groups(use, 2)
 
     def measured(self, found: Sequence[tuple[Use, float]]) -> None:
         """Divide the bits: least sum of changes, each taken as falling with the square of the number of steps."""
@@ -63,13 +64,16 @@ class BitTuner(Probed):
             cost = torch.tensor([change * 9.0 for _, change in found], dtype=torch.float64)
             budget = max(int(self.bits * total) - spent, sum(numels))
             bits = allocate(cost, torch.tensor(numels), budget, (1, 2, 4, 8)).tolist()
-            self._table = {use.sites[0]: b for (use, _), b in zip(found, bits, strict=True)}
+            self._plan = Plan({use.sites[0]: self._groups(use, b) for (use, _), b in zip(found, bits, strict=True)})
+
+    def _groups(self, use: Use, bits: int) -> Choice:
+        return Choice.store(GroupQuant(bits, self.group, "sample" if use.dims else "row"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Bits by site."""
-        return {"bits": [[list(site), bits] for site, bits in self._table.items()]}
+        """The plan."""
+        return {"plan": self._plan.to_data()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        require_keys(state, {"bits"})
-        self._table = {site_of(site): bits for site, bits in state["bits"]}
+        require_keys(state, {"plan"})
+        self._plan = Plan.from_data(state["plan"])

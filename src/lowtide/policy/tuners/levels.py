@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...codecs import BlockMean, Codec, GroupQuant
+from ...codecs import BlockMean, GroupQuant
 from ...codecs.base import flatten, require_positive
 from ...codecs.lossy import row_of
 from ...graph.capture import Site
+from ..choice import Choice
 from ..use import Use
 from . import fitting
-from .base import Rebuild, Tuner, require_keys, site_of
+from .base import FromSources, Tuner, require_keys, site_of
 
 
 class _Table(NamedTuple):
@@ -47,21 +48,22 @@ class LevelTuner(Tuner):
         """Remember the step."""
         self._step = step
 
-    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
-        """``base`` with levels, where it rounds in groups and unequal steps are better."""
-        if not isinstance(base, GroupQuant | BlockMean) or base.bits not in _FITTED:
+    def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
+        """``base`` with levels, where its codec rounds in groups and unequal steps are better."""
+        codec = base.codec
+        if not isinstance(codec, GroupQuant | BlockMean) or codec.bits not in _FITTED:
             return base
-        if isinstance(base, BlockMean) and base.faithful:
+        if isinstance(codec, BlockMean) and codec.faithful:
             return base
         table = self._tables.get(use.sites[0])
-        if table is None or table.bits != base.bits or not 0 <= self._step - table.step < self.refresh:
+        if table is None or table.bits != codec.bits or not 0 <= self._step - table.step < self.refresh:
             with self.timed():
-                fitted = fitting.fit_levels(histogram_of(tensor.detach(), base), base.bits)
-            even = fitted == fitting.uniform_levels(base.bits)
-            table = self._tables[use.sites[0]] = _Table(self._step, base.bits, None if even else fitted)
+                fitted = fitting.fit_levels(histogram_of(tensor.detach(), codec), codec.bits)
+            even = fitted == fitting.uniform_levels(codec.bits)
+            table = self._tables[use.sites[0]] = _Table(self._step, codec.bits, None if even else fitted)
         if table.levels is None:
             return base
-        return dataclasses.replace(base, levels=table.levels)
+        return base.with_codec(dataclasses.replace(codec, levels=table.levels))
 
     def state_dict(self) -> dict[str, Any]:
         """All tables, and when they were fitted."""

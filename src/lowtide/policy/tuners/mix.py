@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...codecs import BlockMean, Codec, Derived, GroupQuant, from_config
+from ...codecs import BlockMean, Codec, GroupQuant, from_config
 from ...codecs.base import flatten
 from ...graph.capture import Site
 from ...graph.rules import Need
 from ...kernels import ops
+from ..choice import Action, Choice
+from ..plan import Plan
 from ..solve import choose
 from ..use import Use
 from . import fitting
-from .base import Probed, Rebuild, require_keys, site_of
+from .base import FromSources, Probed, require_keys, site_of
 from .levels import histogram_of
 
 
@@ -74,7 +76,7 @@ class MixTuner(Probed):
         self._taps = dict(taps)
         self._seen: dict[Site, _Seen] = {}
         self._squares: dict[Site, float] = {}
-        self._plan: dict[Site, Codec] = {}
+        self._plan = Plan()
         self._probed: dict[Site, float] = {}
         self._scale = 1.0  # of the formula, in units of the probes
         self._bad = False  # a gradient of the last backward was not finite
@@ -103,30 +105,34 @@ class MixTuner(Probed):
             self._bad = self._bad or not math.isfinite(norm)
             self._squares[site] = norm * norm
 
-    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
-        """What the plan says; the base codec where there is no plan yet."""
+    def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
+        """What the plan says; ``base`` where there is no plan yet."""
         if use.need not in (Need.LINEAR, Need.BATCH) or tensor.numel() == 0:
             return base
-        codec = self._plan.get(use.sites[0])
-        if codec is None:
+        planned = self._plan.choices.get(use.sites[0])
+        if planned is None:
             if not self._plan:
                 with self.timed():
-                    self._look(use, tensor.detach(), base, rebuild)
+                    self._look(use, tensor.detach(), base, from_sources)
             return base
-        return base if isinstance(codec, Derived) and not use.derivable else codec
+        return base if planned.action is Action.REBUILD and not use.sources else planned
 
-    def probe_codec(self, use: Use) -> Codec | None:
+    def trial(self, use: Use) -> Choice | None:
         """Plain groups of two bits."""
         if use.need not in (Need.LINEAR, Need.BATCH):
             return None
-        return GroupQuant(2, self.group, "sample" if use.dims else "row")
+        return Choice.store(GroupQuant(2, self.group, "sample" if use.dims else "row"))
 
     def measured(self, found: Sequence[tuple[Use, float]]) -> None:
         """Use probes in place of the formula."""
         for use, change in found:
             seen = self._seen.get(use.sites[0])
-            probe = self.probe_codec(use)
-            error = None if seen is None else next((o.error for o in seen.options if o.codec == probe), None)
+            trial = self.trial(use)
+            error = (
+                None
+                if seen is None
+                else next((o.error for o in seen.options if trial and o.codec == trial.codec), None)
+            )
             if error and math.isfinite(change):
                 self._probed[use.sites[0]] = change / error
         formula = {site: self._formula(seen) for site, seen in self._seen.items()}
@@ -138,7 +144,7 @@ class MixTuner(Probed):
 
     # ------------------------------------------------------------ looking
 
-    def _look(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None) -> None:
+    def _look(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None) -> None:
         piece = tensor
         if tensor.dim() > 1:
             piece = tensor[: max(1, _LOOK * tensor.shape[0] // tensor.numel())]
@@ -146,12 +152,12 @@ class MixTuner(Probed):
         wide = piece.to(torch.float32)
         options = [
             Option(codec, _mean_square(codec.encode(piece, key=1, support=support).decode(support), wide), nbytes)
-            for codec in dict.fromkeys((base, *self._codecs(use, piece)))
-            if (nbytes := codec.packed_nbytes(use.meta)) < use.meta.nbytes
+            for codec in dict.fromkeys((base.codec, *self._codecs(use, piece)))
+            if codec is not None and (nbytes := codec.packed_nbytes(use.meta)) < use.meta.nbytes
         ]
         if not options:
             return
-        rebuilt = None if rebuild is None else _mean_square(rebuild(), tensor.to(torch.float32))
+        rebuilt = None if from_sources is None else _mean_square(from_sources(), tensor.to(torch.float32))
         if use.need is Need.BATCH:
             variance = float(tensor.to(torch.float32).var())
             scale = _BEYOND / variance if variance > 0 else 0.0
@@ -199,38 +205,40 @@ class MixTuner(Probed):
             if source in known and source not in child and source not in children:
                 child[source] = site
                 children.add(site)
-        units: list[list[tuple[float, int, dict[Site, Codec]]]] = []
+        units: list[list[tuple[float, int, dict[Site, Choice]]]] = []
         for site, seen in known.items():
             if site in children:
                 continue
-            own = [(self._sensitivity(seen) * o.error, o.nbytes, {site: o.codec}) for o in seen.options]
+            own = [(self._sensitivity(seen) * o.error, o.nbytes, {site: Choice.store(o.codec)}) for o in seen.options]
             if site in child:
                 own = self._joint(site, seen, child[site], known[child[site]])
             elif seen.rebuilt_error is not None and not any(s in known for s in seen.sources):
-                own.append((self._sensitivity(seen) * seen.rebuilt_error, 0, {site: Derived()}))
+                own.append((self._sensitivity(seen) * seen.rebuilt_error, 0, {site: Choice.rebuild()}))
             units.append(own)
         numel = sum(seen.numel for seen in known.values())
         least = sum(min(o[1] for o in unit) for unit in units)
         budget = max(int(self.bits * numel / 8), least)
         picked = choose([[o[0] for o in unit] for unit in units], [[o[1] for o in unit] for unit in units], budget)
-        self._plan = {}
+        choices: dict[Site, Choice] = {}
         for unit, i in zip(units, picked, strict=True):
-            self._plan.update(unit[i][2])
+            choices.update(unit[i][2])
+        self._plan = Plan(choices)
 
     def _joint(
         self, site: Site, seen: _Seen, other: Site, derived: _Seen
-    ) -> list[tuple[float, int, dict[Site, Codec]]]:
+    ) -> list[tuple[float, int, dict[Site, Choice]]]:
         """Options of a source, each with what is derived from it rebuilt, or stored by itself."""
         here, there = self._sensitivity(seen), self._sensitivity(derived)
         gain = 0.0
         if derived.rebuilt_error is not None and seen.base_error > 0:
             gain = derived.rebuilt_error / seen.base_error
-        found: list[tuple[float, int, dict[Site, Codec]]] = []
+        found: list[tuple[float, int, dict[Site, Choice]]] = []
         for o in seen.options:
+            own = Choice.store(o.codec)
             if derived.rebuilt_error is not None:
-                found.append(((here + there * gain) * o.error, o.nbytes, {site: o.codec, other: Derived()}))
+                found.append(((here + there * gain) * o.error, o.nbytes, {site: own, other: Choice.rebuild()}))
             for p in derived.options:
-                both: dict[Site, Codec] = {site: o.codec, other: p.codec}
+                both = {site: own, other: Choice.store(p.codec)}
                 found.append((here * o.error + there * p.error, o.nbytes + p.nbytes, both))
         return found
 
@@ -239,7 +247,7 @@ class MixTuner(Probed):
     def state_dict(self) -> dict[str, Any]:
         """The plan, and what it was or will be made from."""
         return {
-            "plan": [[list(site), codec.to_config()] for site, codec in self._plan.items()],
+            "plan": self._plan.to_data(),
             "squares": [[list(site), value] for site, value in self._squares.items()],
             "probed": [[list(site), value] for site, value in self._probed.items()],
             "scale": self._scale,
@@ -263,7 +271,7 @@ class MixTuner(Probed):
         """Go on from ``state``."""
         require_keys(state, {"plan", "squares", "probed", "scale", "bad", "seen"})
         self._scale, self._bad = state["scale"], state["bad"]
-        self._plan = {site_of(site): from_config(config) for site, config in state["plan"]}
+        self._plan = Plan.from_data(state["plan"])
         self._squares = {site_of(site): value for site, value in state["squares"]}
         self._probed = {site_of(site): value for site, value in state["probed"]}
         self._seen = {}

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import codecs
-from ...codecs import Codec, GroupQuant
+from ...codecs import GroupQuant, SampleQuant
 from ...codecs.base import flatten, require_positive
 from ...codecs.lossy import row_of
 from ...graph.capture import Site
 from ...graph.rules import Need
 from ...kernels import ops
+from ..choice import Choice
 from ..solve import allocate
 from ..use import Use
-from .base import Rebuild, Tuner, require_keys, site_of
+from .base import FromSources, Tuner, require_keys, site_of
 
 
 @dataclass
@@ -110,9 +110,9 @@ class SampleTuner(Tuner):
         for layer in self._layers.values():
             layer.seen = False
 
-    def codec_for(self, use: Use, tensor: Tensor, base: Codec, rebuild: Rebuild | None = None) -> Codec:
+    def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
         """Bits for each sample, for maps that a convolution or a batch norm reads."""
-        tuned = isinstance(base, GroupQuant) and base.layout == "sample" and tensor.numel() > 0
+        tuned = isinstance(base.codec, GroupQuant) and base.codec.layout == "sample" and tensor.numel() > 0
         if not tuned or use.need not in (Need.LINEAR, Need.BATCH):
             self._left.update(use.sites)
             return base
@@ -127,9 +127,8 @@ class SampleTuner(Tuner):
                 self._last = self._remember(use, energy, row)
             bits = allocate(energy, 1, self._budget(self._last, energy)).tolist()
         if len(set(bits)) == 1:
-            return GroupQuant(bits[0], self.group, "sample")
-        mixed: Codec = codecs.SampleQuant(tuple(bits), self.group)
-        return mixed
+            return base.with_codec(GroupQuant(bits[0], self.group, "sample"))
+        return base.with_codec(SampleQuant(tuple(bits), self.group))
 
     def _remember(self, use: Use, energy: Tensor, row: int) -> _Layer:
         known = self._layers.get(use.sites[0])

@@ -1,0 +1,110 @@
+"""Everybody who has a say about a saved tensor, in order: the method, what it learned, and what a guard demands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..codecs import Raw
+from ..graph import capture
+from .choice import Action, Choice
+from .methods import Method, Planned
+from .plan import Plan
+from .tuners.base import FromSources, Tuner
+from .use import Use
+
+Demand = Callable[[Use, Choice], Choice]
+"""Sees what the method chose, and may ask for more precision."""
+
+_SMALL = Choice.store(Raw(), why="small")
+_REMEMBERED = 4096
+
+
+class Policy:
+    """Decides about the values of every saved tensor of a session. The session carries out what it says.
+
+    The rules have spoken before: a policy is asked only about values that may be approximated.
+
+    1. A tensor of fewer than ``min_numel`` values is kept. It holds few bytes, and packing it costs time.
+    2. With ``derive`` a tensor is rebuilt if its sources are kept at least as precisely as it needs.
+    3. The method chooses.
+    4. The method's tuner refines that by what it learned from earlier steps.
+    5. A demand, such as a guard's, has the last word.
+    """
+
+    def __init__(self, method: Method, model: nn.Module, min_numel: int, derive: bool) -> None:
+        self.method = method
+        self.min_numel = min_numel
+        self.derive = derive
+        self.tuner: Tuner | None = method.tuner(model)
+        self.demand: Demand | None = None
+        self._remembered: dict[Use, Choice] = {}
+
+    @property
+    def rebuilds(self) -> bool:
+        """May a choice be to rebuild a tensor? Only then is it worth finding out what can be rebuilt."""
+        return self.derive or self.method.rebuilds
+
+    @property
+    def twin(
+        self,
+    ) -> Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any] | None] | None:
+        """The method's twins, if it has any."""
+        return None if type(self.method).twin is Method.twin else self.method.twin
+
+    def ignores(self, numel: int, storage_numel: int) -> bool:
+        """Is a tensor too small to bother? Not if it would keep a much larger storage alive."""
+        return numel < self.min_numel and numel * 4 >= storage_numel
+
+    def choose(self, use: Use, tensor: Tensor, from_sources: FromSources | None) -> Choice:
+        """What happens to ``tensor``; ``from_sources`` makes it again from those it can be rebuilt from."""
+        if use.meta.numel < self.min_numel:
+            return _SMALL
+        if self.derive and use.sources and use.source_need >= use.need:
+            choice = Choice.rebuild()
+        else:
+            choice = self._method_chooses(use)
+            if self.tuner is not None and choice.action is not Action.KEEP and capture.has_data(tensor):
+                choice = self.tuner.choose(use, tensor, choice, from_sources)
+            if choice.action is Action.REBUILD and not use.sources:
+                choice = Choice.keep("it was to be rebuilt, and here it cannot be")
+        if self.demand is not None and choice.action is not Action.KEEP:
+            choice = self.demand(use, choice)
+        return choice
+
+    def _method_chooses(self, use: Use) -> Choice:
+        """A method answers the same question always alike, so it is asked once."""
+        choice = self._remembered.get(use)
+        if choice is None:
+            if len(self._remembered) >= _REMEMBERED:  # shapes that change from step to step
+                self._remembered.clear()
+            choice = self._remembered[use] = self.method.choose(use)
+        return choice
+
+    def like(self, model: nn.Module, share: float = 1.0) -> Policy:
+        """A policy that decides as this one does now, for a part ``share`` of the samples, and learns apart."""
+        other = Policy(self.method, model, int(self.min_numel * share), self.derive)
+        other.demand = self.demand
+        if self.tuner is not None and other.tuner is not None:
+            other.tuner.load_state_dict(self.tuner.state_dict())
+        return other
+
+    def following(self, plan: Plan, model: nn.Module) -> Policy:
+        """A policy that follows ``plan``, whatever this one would choose."""
+        return Policy(Planned(plan), model, self.min_numel, False)
+
+    def spare(self, spared: Collection[Use], stored: Collection[Use] | None) -> None:
+        """From now on keep these tensors exact, by their first sites; with ``stored`` also all that are not in it."""
+        exact = {use.sites[0] for use in spared}
+        others = None if stored is None else {use.sites[0] for use in stored}
+        demand = self.demand
+
+        def spare(use: Use, choice: Choice) -> Choice:
+            first = use.sites[0]
+            if first in exact or (others is not None and first not in others):
+                return Choice.keep("spared")
+            return choice if demand is None else demand(use, choice)
+
+        self.demand = spare

@@ -1,0 +1,150 @@
+"""The account of a session: one row for each saved tensor, and the bytes of each storage once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs import ShapeOnly, TensorMeta
+from ..graph import capture
+from ..graph.capture import Site
+from ..report import COMPRESSED, EXACT, HELD, SHARED, SiteReport
+
+SHAPE_ONLY = ShapeOnly()
+
+
+class Row:
+    """One saved tensor in the making of a report; never holds a tensor."""
+
+    __slots__ = ("away", "codecs", "kept", "meta", "place", "plain", "site", "state", "stored", "why")
+
+    def __init__(self, site: Site, meta: TensorMeta | None, state: str, plain: int, why: str | Site) -> None:
+        self.site = site
+        self.meta = meta
+        self.state = state
+        self.plain = self.stored = plain
+        self.codecs: tuple[object, ...] = ()
+        self.away, self.place = 0, ""  # bytes that left the device, and where they are
+        self.why = why
+        self.kept: str | None = None  # why autograd itself keeps this storage, if a slot is not hooked
+
+    def compressed(self, stored: int, *codecs: object) -> None:
+        """Its bytes are packed now."""
+        self.state, self.stored, self.codecs = COMPRESSED, stored, codecs
+
+    def exact(self, why: str) -> None:
+        """It stays as it is."""
+        self.state, self.stored, self.codecs, self.why = EXACT, self.plain, (), why
+
+    def left(self) -> None:
+        """The forward is over, and the storage is still there: a slot of autograd's keeps it, or somebody outside."""
+        if self.kept is not None:
+            self.exact(self.kept)
+        else:
+            self.state, self.why = HELD, "still in use outside the graph when the forward ended"
+
+    def finished(self) -> SiteReport:
+        """As plain data."""
+        meta = self.meta
+        shape, dtype = ((), "") if meta is None else (tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
+        codec = " + ".join(map(str, self.codecs)) + (f", {self.place}" if self.place else "")
+        why = f"stored at {self.why}" if self.state == SHARED else str(self.why)
+        return SiteReport(self.site, shape, dtype, self.state, self.plain, self.stored, codec, why)
+
+
+class Ledger:
+    """Rows of one session. Storages without a handle are known by weak references."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._known: dict[int, tuple[weakref.ref[Any], Row]] = {}
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.rows.clear()
+        self._known.clear()
+
+    def close(self) -> None:
+        """The forward is over: storages of which only the shape was kept, and that still live, are held by others."""
+        for storage, row in self._known.values():
+            if row.codecs == (SHAPE_ONLY,) and storage() is not None:
+                row.left()
+        self._known.clear()
+
+    def held(self, site: Site, why: str) -> None:
+        """A slot that others hold, so that not even its shape is known."""
+        self.rows.append(Row(site, None, HELD, 0, why))
+
+    def shared(self, site: Site, meta: TensorMeta, at: Site) -> None:
+        """A slot whose storage is counted at another site."""
+        self.rows.append(Row(site, meta, SHARED, 0, at))
+
+    def known(self, storage: Any) -> Row | None:
+        """The row that carries the bytes of a storage without a handle."""
+        found = self._known.get(capture.storage_id(storage))
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def add(
+        self, site: Site, meta: TensorMeta, storage: Any, why: str, *, kept: bool = False, by_handle: bool = False
+    ) -> Row:
+        """A row for a storage that has none yet.
+
+        ``kept`` says that the slot gets no hook, so that autograd keeps the storage. ``by_handle`` says that the
+        storage gets a handle, through which the row is found.
+        """
+        row = Row(site, meta, EXACT, storage.nbytes(), why)
+        row.kept = why if kept else None
+        self.rows.append(row)
+        if not by_handle:
+            self._known[capture.storage_id(storage)] = (weakref.ref(storage), row)
+        return row
+
+    def add_odd(self, site: Site, tensor: Tensor) -> None:
+        """A tensor without a plain storage of its own: sparse, nested, or of a subclass."""
+        kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.layout)
+        meta = TensorMeta(tuple(tensor.shape), (), tensor.dtype)
+        parts = strided(tensor)
+        values = parts[0].untyped_storage() if len(parts) > 1 and capture.has_storage(parts[0]) else None
+        known = None if values is None else self.known(values)
+        if known is not None:
+            self.shared(site, meta, known.site)
+            return
+        row = Row(site, meta, EXACT, sum(map(_nbytes, parts)), f"{kind}: kept as it is")
+        row.kept = f"{site.op}.{site.slot} keeps it: {row.why}"
+        self.rows.append(row)
+        if values is not None:
+            self._known[capture.storage_id(values)] = (weakref.ref(values), row)
+
+    def finished(self) -> tuple[SiteReport, ...]:
+        """All rows as plain data."""
+        return tuple(row.finished() for row in self.rows)
+
+    def away(self) -> Iterator[tuple[str, int]]:
+        """Places off the device, and the bytes there."""
+        for place in dict.fromkeys(row.place for row in self.rows if row.place):
+            yield place, sum(row.away for row in self.rows if row.place == place)
+
+
+def strided(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold what a sparse one holds, its values first; the tensor itself if it is not sparse."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    return [tensor]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor.numel() * tensor.element_size()

@@ -1,0 +1,36 @@
+"""Keys of the random numbers by which values are rounded: private, replayable, the same for every backend."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import torch
+
+from ..graph.capture import Site
+
+
+def forward_noise(seed: int, step: int, forward: int) -> int:
+    """64 bits for one forward of a model in one step, in this process."""
+    return _hash(f"{seed}/{step}/{forward}/{_rank()}")
+
+
+def key_of(site: Site, noise: int) -> int:
+    """The key with which the tensor at ``site`` is encoded, as a signed 64-bit number."""
+    value = _site_hash(site) ^ noise
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=1 << 16)
+def _site_hash(site: Site) -> int:
+    return _hash(str(site))
+
+
+def _rank() -> int:
+    """Ranks must round independently, or averaging over them would not average the noise."""
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if ready else 0

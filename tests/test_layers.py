@@ -24,7 +24,8 @@ LAYERS = [
     *["policy.methods", "policy.tuners.mix", "policy.tuners.bits", "policy.tuners.levels", "policy.tuners.samples"],
     *["policy.tuners.fitting", "policy.tuners.base", "policy.plan", "policy.use", "policy.solve"],
     *["graph.rules", "graph.twins", "graph.derive", "graph.capture"],
-    *["codecs.projection", "codecs.fixed", "codecs.lossy", "codecs.lossless", "codecs.base"],
+    *["codecs.projection", "codecs.sixsigma", "codecs.casts", "codecs.blocks", "codecs.groups", "codecs.lossy"],
+    *["codecs.lossless", "codecs.base"],
     *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.reference"],
 ]
 PLACE = {name: i for i, name in enumerate(LAYERS)}

@@ -424,7 +424,7 @@ def stand_ins(monkeypatch):
     """Decisions are tested against a plain sum of ranges and a codec that only holds its bits."""
     monkeypatch.setattr(ops, "range_energy", range_energy, raising=False)
     monkeypatch.setattr(codecs, "SampleQuant", Mixed, raising=False)
-    monkeypatch.setattr("lowtide.codecs.lossy.BITS", (1, 2, 3, 4, 5, 6, 7, 8))
+    monkeypatch.setattr("lowtide.codecs.groups.BITS", (1, 2, 3, 4, 5, 6, 7, 8))
 
 
 CONV = [Site(f"conv{i}", "Convolution", "input", 0) for i in range(4)]

@@ -1,10 +1,13 @@
 """Codecs: frozen values that turn a tensor into packed buffers and back."""
 
-from .base import Codec, NotRepresentable, Packed, TensorMeta, from_config, registered
-from .fixed import SixSigma
+from .base import FLOATS, Codec, NotRepresentable, Packed, TensorMeta, from_config, registered
+from .blocks import BlockMean
+from .casts import Cast
+from .groups import GroupQuant, SampleQuant
 from .lossless import Indices, Mask, PoolOffsets, Raw, ShapeOnly, TwoValue
-from .lossy import FLOATS, BlockMean, Cast, Derived, GroupQuant, SampleQuant
+from .lossy import Derived
 from .projection import Projection
+from .sixsigma import SixSigma
 
 __all__ = [
     "FLOATS",

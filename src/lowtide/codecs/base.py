@@ -21,6 +21,8 @@ from torch import Tensor
 
 from ..kernels import ops
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class NotRepresentable(ValueError):
     """The tensor does not have the form this codec stores exactly; keep it as it is."""
@@ -228,3 +230,10 @@ def require_positive(value: int, what: str) -> None:
     """Raise unless ``value`` is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{what} must be a whole number of at least 1; got {value!r}")
+
+
+def require_float(tensor: Tensor, codec: Codec) -> None:
+    """Raise unless ``tensor`` is of a type that lossy codecs store."""
+    if tensor.dtype not in FLOATS:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
+        raise TypeError(f"{codec.id} stores {allowed}; got {tensor.dtype}. Keep such a tensor with Raw()")

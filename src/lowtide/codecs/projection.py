@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.reference import mix
-from .base import Codec, Packed, TensorMeta, flatten, layout_of, require, require_positive
-from .lossy import BITS, GroupQuant, require_float
+from .base import Codec, Packed, TensorMeta, flatten, layout_of, require, require_float, require_positive
+from .groups import BITS, GroupQuant
 
 # Temporaries beside the two factors stay near this many values whatever the size of the input.
 _CHUNK = 1 << 19

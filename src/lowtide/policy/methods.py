@@ -17,7 +17,7 @@ from torch import nn
 
 from ..codecs import BlockMean, Cast, Codec, Derived, GroupQuant, Projection, SixSigma
 from ..codecs.base import layout_of, require, require_positive
-from ..codecs.lossy import BITS
+from ..codecs.groups import BITS
 from ..graph.capture import Site
 from ..graph.rules import Need
 from ..graph.twins import pooled_convolution

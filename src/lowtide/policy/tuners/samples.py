@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ... import codecs
 from ...codecs import Codec, GroupQuant
 from ...codecs.base import flatten, require_positive
-from ...codecs.lossy import row_of
+from ...codecs.groups import row_of
 from ...graph.capture import Site
 from ...graph.rules import Need
 from ...kernels import ops

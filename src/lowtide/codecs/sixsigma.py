@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
-from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require
-from .lossy import require_float
+from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require, require_float
 
 # Values widened to float64 at once. Sums take fewer: torch adds in one thread below 32768 values, so that the
 # bytes do not depend on the number of threads.

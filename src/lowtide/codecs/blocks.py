@@ -1,0 +1,200 @@
+"""Means of blocks, and the difference to them in groups: DIVISION, and pooled backprop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels import ops
+from .base import Codec, Packed, TensorMeta, form_of, layout_of, require, require_float, require_positive, with_stride
+from .groups import BITS, quantized_nbytes, require_levels, room_for_bits, row_of, steps_of
+
+
+@dataclass(frozen=True)
+class BlockMean(Codec):
+    """Means of blocks in bfloat16, and the difference to them in ``bits`` bits.
+
+    This is DIVISION: the low frequencies kept precisely, the high frequencies coarsely. ``dims`` is
+    the number of trailing spatial dimensions, 1 to 3; blocks at the edge average what they hold.
+    The difference is taken to the *rounded* means, so their rounding costs no bias. With
+    ``bits=0`` nothing but the means (in the tensor's own dtype) is kept: pooled backprop, which is
+    biased by the lost high frequencies. ``levels`` as in :class:`GroupQuant`.
+
+    ``faithful=True`` reproduces the published scheme: floor-mode pooling, whose windows do not
+    line up with the nearest-neighbour upsampling unless the block divides the map, one range for
+    each map, and no restoring of zeros.
+    """
+
+    id: ClassVar[str] = "block_mean"
+    block: int = 8
+    dims: int = 2
+    bits: int = 2
+    group: int = 256
+    faithful: bool = False
+    levels: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self.block, "block")
+        require(self.dims, (1, 2, 3), "dims")
+        require(self.bits, (0, *BITS), "bits")
+        require_positive(self.group, "group")
+        require_levels(self.levels, self.bits)
+        if self.faithful and self.bits == 0:
+            raise ValueError("faithful=True needs bits of at least 1; got bits=0")
+
+    def __str__(self) -> str:
+        if self.bits == 0:
+            return f"{self.id}(means only)"
+        return f"{self.id}({self.bits} bits{', levels' if self.levels else ''})"
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """With ``support`` the range of a group covers the differences of positive values only."""
+        return self._encode(tensor, key, support is not None, None)
+
+    def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
+        """The kernel that looks for positive values leaves their bits, where it goes through memory in order."""
+        meta, _ = form_of(tensor)
+        if (
+            not self.bits
+            or self.faithful
+            or not meta.numel
+            or tensor.dim() < self.dims
+            or _block_frame(meta.shape, meta.stride, self.dims)[0] != meta.stride
+        ):
+            return super().encode_rectified(tensor, key=key)
+        support = room_for_bits(tensor)
+        return self._encode(tensor, key, True, support), support
+
+    def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
+        require_float(tensor, self)
+        if tensor.dim() < self.dims:
+            raise ValueError(f"block_mean with dims={self.dims} got a tensor of shape {tuple(tensor.shape)}")
+        meta, _ = form_of(tensor)
+        if meta.numel == 0:
+            return Packed(self, meta, (tensor.new_empty(0),))
+        if self.faithful:
+            return self._encode_faithful(tensor.contiguous(), meta, key)
+        stride, geometry, row = _block_frame(meta.shape, meta.stride, self.dims)
+        if stride != tensor.stride():
+            tensor = tensor.contiguous()
+        flat = tensor.as_strided((meta.numel,), (1,))
+        if self.bits == 0:
+            return Packed(self, meta, (ops.block_means(flat, geometry, self.block, meta.dtype),))
+        levels = steps_of(self.levels, self.bits, tensor.device)
+        buffers = ops.quantize_blocks(
+            flat, geometry, self.block, row, self.group, self.bits, key, positive, levels, mask
+        )  # fmt: skip
+        return Packed(self, meta, buffers)
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """Means plus differences; zeros come back exactly with ``support`` (but not from pooling)."""
+        meta = packed.meta
+        if meta.numel == 0:
+            return packed.buffers[0].new_empty_strided(meta.shape, meta.stride)
+        if self.faithful:
+            return with_stride(self._decode_faithful(packed), meta.stride)
+        stride, geometry, row = _block_frame(meta.shape, meta.stride, self.dims)
+        if self.bits == 0:
+            flat = ops.spread_blocks(packed.buffers[0], geometry, self.block, meta.dtype)
+        else:
+            low, codes, side = packed.buffers
+            in_order = stride == meta.stride  # or else the bits of ``support`` are not those of the values here
+            flat = ops.dequantize_blocks(
+                low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype,
+                support if in_order else None, steps_of(self.levels, self.bits, codes.device),
+            )  # fmt: skip
+            if support is not None and not in_order:
+                values = with_stride(flat.as_strided(meta.shape, stride), meta.stride)
+                kept = ops.unpack_band(support, meta.numel, torch.bool, True, False)
+                return values.masked_fill_(kept.as_strided(meta.shape, meta.stride).logical_not_(), 0.0)
+        return with_stride(flat.as_strided(meta.shape, stride), meta.stride)
+
+    def small(self, packed: Packed) -> Tensor | None:
+        """The means as a map of their own, without a copy; None unless they are all there is and blocks are whole."""
+        shape, stride, _ = packed.meta
+        spatial = len(shape) - self.dims
+        if self.bits or not packed.meta.numel or any(size % self.block for size in shape[spatial:]):
+            return None
+        layout = layout_of(shape, _block_frame(shape, stride, self.dims)[0])
+        sizes = [shape[d] // self.block if d >= spatial else shape[d] for d in layout.order]
+        return packed.buffers[0].view(sizes).permute([layout.order.index(d) for d in range(len(shape))])
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """Means, codes, and four bytes for each group."""
+        if meta.numel == 0:
+            return 0
+        if self.faithful:
+            return self._faithful_nbytes(meta)
+        return self._nbytes(meta)
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - a codec is a small frozen value
+    def _nbytes(self, meta: TensorMeta) -> int:
+        stride = layout_of(meta.shape, meta.stride).stride
+        _, geometry, row = _block_frame(meta.shape, stride, self.dims)
+        low = math.prod(ops.low_shape(geometry, self.block))
+        if self.bits == 0:
+            return low * meta.dtype.itemsize
+        return 2 * low + quantized_nbytes(meta.numel, row, self.group, self.bits)
+
+    # The published scheme, kept apart because its windows and cells do not line up.
+
+    def _faithful_sizes(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...], int]:
+        spatial = shape[len(shape) - self.dims :]
+        kernel = min(self.block, *spatial) if spatial else self.block
+        return kernel, tuple((s - kernel) // kernel + 1 for s in spatial), math.prod(spatial)
+
+    def _spread_faithful(self, low: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return functional.interpolate(low.to(torch.float32), size=shape[len(shape) - self.dims :], mode="nearest")
+
+    def _encode_faithful(self, tensor: Tensor, meta: TensorMeta, key: int) -> Packed:
+        kernel, _, area = self._faithful_sizes(meta.shape)
+        maps = tensor.reshape(-1, 1, *meta.shape[tensor.dim() - self.dims :]).to(torch.float32)
+        pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[self.dims - 1]
+        low = pool(maps, kernel, kernel).to(torch.bfloat16)
+        residual = (maps - self._spread_faithful(low, meta.shape)).view(-1)
+        levels = steps_of(self.levels, self.bits, tensor.device)
+        codes, side = ops.quantize_groups(residual, area, area, self.bits, key, False, levels)
+        return Packed(self, meta, (low, codes, side))
+
+    def _decode_faithful(self, packed: Packed) -> Tensor:
+        meta, (low, codes, side) = packed.meta, packed.buffers
+        area = self._faithful_sizes(meta.shape)[2]
+        levels = steps_of(self.levels, self.bits, codes.device)
+        residual = ops.dequantize_groups(codes, side, meta.numel, area, area, self.bits, torch.float32, None, levels)
+        maps = self._spread_faithful(low, meta.shape)
+        maps.add_(residual.view_as(maps))
+        if meta.dtype == torch.float16:
+            maps.clamp_(-65504.0, 65504.0)  # the step, rounded up, may decode the largest to more
+        return maps.to(meta.dtype).view(meta.shape)
+
+    def _faithful_nbytes(self, meta: TensorMeta) -> int:
+        _, pooled, area = self._faithful_sizes(meta.shape)
+        maps = meta.numel // area
+        return maps * (2 * math.prod(pooled) + ops.group_bytes(area, self.bits) + 4)
+
+
+@lru_cache(maxsize=4096)
+def _block_frame(
+    shape: tuple[int, ...], stride: tuple[int, ...], dims: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Strides to store by, the tensor as (outer, s1, s2, s3, inner) in memory, and the row.
+
+    Works in place for any dense order that keeps the spatial dimensions together (contiguous and
+    channels_last do); otherwise the tensor is to be made contiguous first.
+    """
+    layout = layout_of(shape, stride)
+    spatial = tuple(range(len(shape) - dims, len(shape)))
+    first = layout.order.index(spatial[0])
+    if not layout.dense or layout.order[first : first + dims] != spatial:
+        contiguous = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        return _block_frame(shape, contiguous, dims)
+    sizes = layout.sizes
+    outer, inner = math.prod(sizes[:first]), math.prod(sizes[first + dims :])
+    geometry = (outer, *(1,) * (3 - dims), *sizes[first : first + dims], inner)
+    return layout.stride, geometry, row_of("sample", layout, math.prod(shape))

@@ -1,6 +1,6 @@
 """Codecs: frozen values that turn a tensor into packed buffers and back."""
 
-from .base import FLOATS, Codec, NotRepresentable, Packed, TensorMeta, from_config, registered
+from .base import FLOATS, Codec, NotRepresentable, Packed, TensorMeta, flatten, from_config, registered
 from .blocks import BlockMean
 from .casts import Cast
 from .groups import GroupQuant, SampleQuant
@@ -28,6 +28,7 @@ __all__ = [
     "SixSigma",
     "TensorMeta",
     "TwoValue",
+    "flatten",
     "from_config",
     "registered",
 ]

@@ -9,6 +9,9 @@ other tensor comes back contiguous.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import inspect
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -136,25 +139,41 @@ class Packed:
         return self.codec.decode(self, support=support)
 
 
-class Codec(ABC):
-    """Turns a tensor into packed buffers and back. Subclass as a frozen dataclass with an ``id``.
+_definition_count = itertools.count(1)
 
-    ``key`` is 64 bits that name (seed, step, site): all randomness must come from it. ``support`` is
-    a bit mask (see ``ops.pack_band``) of the values above zero of a rectified tensor: a codec may
+
+class Codec(ABC):
+    """Turns a tensor into packed buffers and back. Subclass as a frozen dataclass with an ``id`` of its own.
+
+    ``key`` is a signed 64-bit number that names (seed, step, site): all randomness must come from it.
+    ``support`` is a bit mask (see ``ops.pack_band``) of the values above zero of a rectified tensor: a codec may
     spend its codes on those alone and return exact zeros elsewhere, or ignore it.
+
+    The contract:
+
+    - ``encode`` leaves the tensor and torch's random generators as they are. The buffers share no memory with the
+      tensor. The same tensor, codec and key give the same bytes.
+    - ``packed_nbytes`` is exactly what the buffers take, and the storages behind them hold no more.
+    - ``decode`` gives shape and dtype of the tensor, and its strides if the tensor is dense; any other tensor comes
+      back contiguous. The values begin at the start of their storage. A second call gives the same values.
+    - What ``decode`` gives is fresh: it shares no memory with the buffers, because a reader may write to it. ``Raw``
+      alone may decode to a view of its buffer; who wants to write to that makes a copy.
+    - ``from_config(codec.to_config())`` is an equal codec, also after JSON.
 
     >>> import torch
     >>> from dataclasses import dataclass
     >>> from typing import ClassVar
-    >>> from lowtide.codecs import Codec, Packed, TensorMeta
+    >>> from lowtide.codecs import Codec, Packed, flatten
     >>> @dataclass(frozen=True)
     ... class Half(Codec):
     ...     '''Keep half precision.'''
     ...     id: ClassVar[str] = "half"
     ...     def encode(self, tensor, *, key, support=None):
-    ...         return Packed(self, TensorMeta.of(tensor), (tensor.half(),))
+    ...         values, meta, _ = flatten(tensor)  # one line, in the order of memory
+    ...         return Packed(self, meta, (values.to(torch.float16, copy=True),))
     ...     def decode(self, packed, *, support=None):
-    ...         return packed.buffers[0].to(packed.meta.dtype)
+    ...         values = packed.buffers[0].to(packed.meta.dtype, copy=True)
+    ...         return values.as_strided(packed.meta.shape, packed.meta.stride)
     ...     def packed_nbytes(self, meta):
     ...         return meta.numel * 2
     >>> Half().encode(torch.ones(3), key=0).decode()
@@ -163,10 +182,24 @@ class Codec(ABC):
 
     id: ClassVar[str]
     exact: ClassVar[bool] = False
+    """Does ``decode`` give back exactly what backward reads of the tensors that this codec is for?"""
+    keeps_values: ClassVar[bool] = True
+    """Does ``decode`` give back the values of any float tensor, or an approximation of them?
+
+    It is False for a codec that keeps only a part of what the values say (their shape, one bit each), or that stores
+    only tensors of a special kind. Such a codec serves the slots that the library chooses it for; it cannot stand for
+    saved values in general.
+    """
+    _definition: ClassVar[int] = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Number the definitions, so that the newest of one name is known."""
+        super().__init_subclass__(**kwargs)
+        cls._definition = next(_definition_count)
 
     @abstractmethod
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
-        """Pack ``tensor``; never changes it and never keeps it alive."""
+        """Pack ``tensor``, which is neither changed nor kept alive."""
 
     def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
         """Pack a rectified tensor, and its support, which a codec may find on the way."""
@@ -175,7 +208,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
-        """A fresh tensor; may be called any number of times."""
+        """A fresh tensor of the packed values. This may be called any number of times."""
 
     @abstractmethod
     def packed_nbytes(self, meta: TensorMeta) -> int:
@@ -183,6 +216,12 @@ class Codec(ABC):
 
     def to_config(self) -> dict[str, Any]:
         """Plain data that :func:`from_config` turns back into an equal codec."""
+        cls = type(self)
+        if "id" not in vars(cls):
+            raise TypeError(
+                f"{cls.__module__}.{cls.__qualname__} has no id of its own, so a config could not name it; "
+                "give the class an id that no other codec has"
+            )
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return {"id": self.id, **{f.name: getattr(self, f.name) for f in fields}}
 
@@ -194,15 +233,31 @@ class Codec(ABC):
 
 
 def registered() -> dict[str, type[Codec]]:
-    """Every codec class by id, a user's own included."""
-    found: dict[str, type[Codec]] = {}
-    for cls in Codec.__subclasses__():
-        known = found.setdefault(cls.id, cls)
-        if known is not cls:
-            raise ValueError(
-                f"two codecs share the id {cls.id!r}: {known.__module__}.{known.__qualname__} and "
-                f"{cls.__module__}.{cls.__qualname__}; give one of them another id"
-            )
+    """Every codec class with an ``id`` of its own by that id, a user's own included.
+
+    A class that was defined again under the same module and name (a notebook cell that ran twice,
+    ``dataclass(slots=True)``, which makes a second class) counts once: the newest definition is the codec.
+    """
+    found = _definitions()
+    if any(len(classes) > 1 for classes in found.values()):
+        # A class that nobody uses any more lives until the next collection. It is no rival.
+        del found
+        gc.collect()
+        found = _definitions()
+    for name, classes in found.items():
+        if len(classes) > 1:
+            raise ValueError(f"two codecs share the id {name!r}: {' and '.join(classes)}; give one of them another id")
+    return {name: cls for name, classes in found.items() for cls in classes.values()}
+
+
+def _definitions() -> dict[str, dict[str, type[Codec]]]:
+    """For each id the newest class of each full name that has it."""
+    classes, found = list[type[Codec]](Codec.__subclasses__()), dict[str, dict[str, type[Codec]]]()
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+    for cls in sorted(classes, key=lambda c: c._definition):
+        if "id" in vars(cls):
+            found.setdefault(cls.id, {})[f"{cls.__module__}.{cls.__qualname__}"] = cls
     return found
 
 
@@ -212,12 +267,21 @@ def from_config(config: Mapping[str, Any]) -> Codec:
     >>> from_config({"id": "raw"})
     Raw()
     """
-    values = dict(config)
-    name = values.pop("id", None)
-    classes = registered()
-    if name not in classes:
-        raise ValueError(f"unknown codec {name!r}; known: {', '.join(sorted(classes))}")
-    return classes[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    if not isinstance(config, Mapping):
+        raise TypeError(f"the config of a codec must be a mapping, as Codec.to_config() gives it; got {config!r}")
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k != "id"}
+    name, classes = config.get("id"), registered()
+    if not isinstance(name, str) or name not in classes:
+        raise ValueError(f"unknown codec {name!r} in {dict(config)}; known: {', '.join(sorted(classes))}")
+    signature = inspect.signature(classes[name])
+    try:
+        signature.bind(**settings)
+    except TypeError as error:
+        allowed = ", ".join(signature.parameters) or "none"
+        raise ValueError(
+            f"the config {dict(config)} does not fit codec {name!r}, whose settings are: {allowed} ({error})"
+        ) from None
+    return classes[name](**settings)
 
 
 def require(value: object, allowed: tuple[object, ...], what: str) -> None:

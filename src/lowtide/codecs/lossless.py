@@ -42,6 +42,7 @@ class ShapeOnly(Codec):
 
     id: ClassVar[str] = "shape_only"
     exact: ClassVar[bool] = True
+    keeps_values: ClassVar[bool] = False
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Keep no bytes."""
@@ -73,6 +74,7 @@ class Mask(Codec):
 
     id: ClassVar[str] = "mask"
     exact: ClassVar[bool] = True
+    keeps_values: ClassVar[bool] = False
     low: float = 0.0
     high: float = math.inf
     closed: bool = False
@@ -117,6 +119,7 @@ class TwoValue(Codec):
 
     id: ClassVar[str] = "two_value"
     exact: ClassVar[bool] = True
+    keeps_values: ClassVar[bool] = False
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Raise :class:`NotRepresentable` if a third number is there."""
@@ -146,6 +149,7 @@ class Indices(Codec):
 
     id: ClassVar[str] = "indices"
     exact: ClassVar[bool] = True
+    keeps_values: ClassVar[bool] = False
     low: int
     high: int
 
@@ -197,6 +201,7 @@ class PoolOffsets(Codec):
 
     id: ClassVar[str] = "pool_offsets"
     exact: ClassVar[bool] = True
+    keeps_values: ClassVar[bool] = False
     size: tuple[int, ...]
     kernel: tuple[int, ...]
     stride: tuple[int, ...]

@@ -402,6 +402,23 @@ def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize(
+    ("codec", "dtype", "stores"),
+    [
+        *((c, d, "float32, .*bool") for c in (Mask(), Mask(-1.0, 1.0), TwoValue()) for d in (torch.int64, torch.uint8)),
+        *((c, d, "float32, .*bool") for c in (Mask(), TwoValue()) for d in (torch.complex64, torch.float8_e5m2)),
+        *((Indices(0, 3), d, "integers") for d in (torch.float32, torch.bool, torch.complex64)),
+        *((POOL, d, "int64 positions") for d in (torch.float32, torch.int32, torch.bool)),
+    ],
+    ids=str,
+)
+def test_lossless_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype, stores: str) -> None:
+    """Some would raise in backward only, or give the values back in another type."""
+    for shape in ((2, 2), (0, 2)):
+        with pytest.raises(TypeError, match=rf"{codec.id} stores {stores}; got {dtype}.*Raw\(\)"):
+            codec.encode(torch.zeros(shape).to(dtype), key=0)
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: GroupQuant(9), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 9"),
@@ -462,8 +479,42 @@ def test_lossy_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype) -> No
             lambda: SampleQuant((2, 4)).encode(torch.zeros(5, 2).t(), key=0),
             r"samples \(dimension 0\) outermost in memory; got shape \(2, 5\) with strides \(1, 2\)",
         ),
-        (lambda: from_config({"id": "zip"}), "unknown codec 'zip'; known: .*raw.*"),
-        (lambda: BlockMean().encode(torch.zeros(3), key=0), r"dims=2 got a tensor of shape \(3,\)"),
+        *(
+            (
+                lambda use=use, short=short, faithful=faithful: use(BlockMean(dims=3, faithful=faithful), short),
+                rf"block_mean with dims=3 averages over the last 3 dimensions; got a tensor of shape {shape}. {advice}",
+            )
+            for use in (
+                lambda codec, x: codec.encode(x, key=0),
+                lambda codec, x: codec.encode_rectified(x, key=0),
+                lambda codec, x: codec.packed_nbytes(TensorMeta.of(x)),
+            )
+            for faithful in (False, True)
+            for short, shape, advice in (
+                (torch.zeros(3, 4), r"\(3, 4\)", "Take dims of at most 2, or GroupQuant"),
+                (torch.zeros(0), r"\(0,\)", "Take dims of at most 1, or GroupQuant"),
+                (torch.zeros(()), r"\(\)", "Take GroupQuant"),
+            )
+        ),
+        (lambda: BlockMean(faithful="no"), "faithful must be one of False, True; got 'no'"),
+        (lambda: Mask("a"), "low must be a number; got 'a'"),
+        (lambda: Mask(0.0, None), "high must be a number; got None"),
+        (lambda: Mask(False), "low must be a number; got False"),
+        (lambda: Mask(closed="no"), "closed must be one of False, True; got 'no'"),
+        (lambda: Mask(nan=1), "nan must be one of False, True; got 1"),
+        (lambda: Indices("a", 2), "low must be a whole number; got 'a'"),
+        (lambda: Indices(0, 2.5), "high must be a whole number; got 2.5"),
+        (lambda: Indices(False, 2), "low must be a whole number; got False"),
+        (lambda: replace(POOL, kernel=3), "kernel must be a tuple of whole numbers of at least 1; got 3"),
+        (lambda: replace(POOL, stride=(0, 1)), r"stride must be a tuple of whole numbers of at least 1; got \(0, 1\)"),
+        (lambda: replace(POOL, padding=(0, -1)), "padding must be a tuple of whole numbers of at least 0"),
+        (lambda: replace(POOL, dilation=("1", 1)), "dilation must be a tuple of whole numbers of at least 1"),
+        (lambda: replace(POOL, kernel=(3,)), r"one number for each pooled .*got size=\(64, 64\) and kernel=\(3,\)"),
+        (lambda: PoolOffsets((), (), (), (), ()), r"one number for each pooled dimension; got size=\(\)"),
+        (
+            lambda: POOL.encode(torch.zeros(4, dtype=torch.int64), key=0),
+            r"pool_offsets with size=\(64, 64\) needs a tensor of at least 2 dimensions; got shape \(4,\)",
+        ),
     ],
 )
 def test_bad_arguments_are_named(make, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -728,7 +779,6 @@ def test_indices_at_every_width(bits: int, low: int) -> None:
             packed = codec.encode(x, key=0)
             assert torch.equal(packed.decode(), x)
             assert packed.nbytes == math.ceil(n * bits / 8)
-            assert (Indices.spanning(x).low, Indices.spanning(x).high) == (int(x.min()), int(x.max()))
         for wrong in (codec.low - 1, codec.high + 1):
             with pytest.raises(NotRepresentable, match=f"leave {codec.low}..{codec.high}"):
                 codec.encode(torch.tensor([codec.low, wrong]), key=0)

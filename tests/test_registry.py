@@ -31,6 +31,7 @@ class Copying:
 @pytest.fixture(autouse=True)
 def forget():
     """No class of one test is left for the next."""
+    gc.collect()
     before = set(registered())
     yield
     gc.collect()

@@ -296,6 +296,12 @@ def require_positive(value: int, what: str) -> None:
         raise ValueError(f"{what} must be a whole number of at least 1; got {value!r}")
 
 
+def require_whole(value: object, what: str) -> None:
+    """Raise unless ``value`` is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{what} must be a whole number; got {value!r}")
+
+
 def require_float(tensor: Tensor, codec: Codec) -> None:
     """Raise unless ``tensor`` is of a type that lossy codecs store."""
     if tensor.dtype not in FLOATS:

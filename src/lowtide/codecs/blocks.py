@@ -44,6 +44,7 @@ class BlockMean(Codec):
         require(self.dims, (1, 2, 3), "dims")
         require(self.bits, (0, *BITS), "bits")
         require_positive(self.group, "group")
+        require(self.faithful, (False, True), "faithful")
         require_levels(self.levels, self.bits)
         if self.faithful and self.bits == 0:
             raise ValueError("faithful=True needs bits of at least 1; got bits=0")
@@ -73,9 +74,8 @@ class BlockMean(Codec):
 
     def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
         require_float(tensor, self)
-        if tensor.dim() < self.dims:
-            raise ValueError(f"block_mean with dims={self.dims} got a tensor of shape {tuple(tensor.shape)}")
         meta, _ = form_of(tensor)
+        self._require_dims(meta)
         if meta.numel == 0:
             return Packed(self, meta, (tensor.new_empty(0),))
         if self.faithful:
@@ -127,11 +127,20 @@ class BlockMean(Codec):
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """Means, codes, and four bytes for each group."""
+        self._require_dims(meta)
         if meta.numel == 0:
             return 0
         if self.faithful:
             return self._faithful_nbytes(meta)
         return self._nbytes(meta)
+
+    def _require_dims(self, meta: TensorMeta) -> None:
+        if len(meta.shape) < self.dims:
+            fewer = f"dims of at most {len(meta.shape)}, or " if meta.shape else ""
+            raise ValueError(
+                f"{self.id} with dims={self.dims} averages over the last {self.dims} dimensions; got a tensor of shape "
+                f"{tuple(meta.shape)}. Take {fewer}GroupQuant"
+            )
 
     @lru_cache(maxsize=4096)  # noqa: B019 - a codec is a small frozen value
     def _nbytes(self, meta: TensorMeta) -> int:

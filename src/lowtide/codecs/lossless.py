@@ -10,9 +10,28 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
-from .base import Codec, NotRepresentable, Packed, TensorMeta, flatten, layout_of, with_stride
+from .base import (
+    FLOATS,
+    Codec,
+    NotRepresentable,
+    Packed,
+    TensorMeta,
+    flatten,
+    layout_of,
+    require,
+    require_whole,
+    with_stride,
+)
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
+_COMPARABLE = (*FLOATS, torch.float64, torch.bool)
+
+
+def _require_comparable(tensor: Tensor, codec: Codec) -> None:
+    """Raise unless the kernels can compare values of this type, and decode can give back every number it may need."""
+    if tensor.dtype not in _COMPARABLE:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in _COMPARABLE)
+        raise TypeError(f"{codec.id} stores {allowed}; got {tensor.dtype}. Keep such a tensor with Raw()")
 
 
 @dataclass(frozen=True)
@@ -81,11 +100,17 @@ class Mask(Codec):
     nan: bool = True
 
     def __post_init__(self) -> None:
+        for end, what in ((self.low, "low"), (self.high, "high")):
+            if isinstance(end, bool) or not isinstance(end, (int, float)):
+                raise ValueError(f"{what} must be a number; got {end!r}")
+        require(self.closed, (False, True), "closed")
+        require(self.nan, (False, True), "nan")
         if not self.low < self.high:
             raise ValueError(f"low must be below high; got low={self.low!r}, high={self.high!r}")
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Test each value."""
+        _require_comparable(tensor, self)
         flat, meta, _ = flatten(tensor)
         return Packed(self, meta, (ops.pack_band(flat, self.low, self.high, self.closed, self.nan),))
 
@@ -123,6 +148,7 @@ class TwoValue(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Raise :class:`NotRepresentable` if a third number is there."""
+        _require_comparable(tensor, self)
         flat, meta, _ = flatten(tensor)
         if flat.numel() == 0:
             return Packed(self, meta, (flat.new_empty(0, dtype=torch.uint8), flat.new_zeros(1)))
@@ -154,6 +180,8 @@ class Indices(Codec):
     high: int
 
     def __post_init__(self) -> None:
+        require_whole(self.low, "low")
+        require_whole(self.high, "high")
         if self.low > self.high or self.high - self.low >= 2**32:
             raise ValueError(f"low..high must span 1 to 2**32 integers; got {self.low}..{self.high}")
 
@@ -162,16 +190,10 @@ class Indices(Codec):
         """Bits of one integer."""
         return next(w for w in _WIDTHS if self.high - self.low < 2**w)
 
-    @classmethod
-    def spanning(cls, tensor: Tensor) -> Indices:
-        """The codec for the range that ``tensor`` really has."""
-        low, high = torch.aminmax(tensor)
-        return cls(int(low), int(high))
-
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Raise :class:`NotRepresentable` if an integer lies outside."""
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
-            raise TypeError(f"indices stores integers; got {tensor.dtype}")
+            raise TypeError(f"{self.id} stores integers; got {tensor.dtype}. Keep such a tensor with Raw()")
         flat, meta, _ = flatten(tensor)
         if flat.numel():
             low, high = torch.aminmax(flat)
@@ -208,6 +230,18 @@ class PoolOffsets(Codec):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        for what, least in (("size", 1), ("kernel", 1), ("stride", 1), ("padding", 0), ("dilation", 1)):
+            numbers = getattr(self, what)
+            whole = isinstance(numbers, tuple) and all(isinstance(n, (int, torch.SymInt)) for n in numbers)
+            if not whole or any(n < least for n in numbers):
+                raise ValueError(f"{what} must be a tuple of whole numbers of at least {least}; got {numbers!r}")
+            if not numbers or len(numbers) != len(self.size):
+                raise ValueError(
+                    f"size, kernel, stride, padding and dilation must each have one number for each pooled dimension; "
+                    f"got size={self.size!r} and {what}={numbers!r}"
+                )
+
     @property
     def bits(self) -> int:
         """Bits of one offset."""
@@ -236,6 +270,13 @@ class PoolOffsets(Codec):
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Raise :class:`NotRepresentable` if a position is not a tap of its window."""
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{self.id} stores int64 positions; got {tensor.dtype}. Keep such a tensor with Raw()")
+        if tensor.dim() < len(self.size):
+            raise ValueError(
+                f"{self.id} with size={self.size} needs a tensor of at least {len(self.size)} dimensions; got shape "
+                f"{tuple(tensor.shape)}"
+            )
         flat, meta, _ = flatten(tensor)
         if meta.numel == 0:
             return Packed(self, meta, (tensor.new_empty(0, dtype=torch.uint8),))

@@ -28,7 +28,7 @@ class Copying:
         return meta.nbytes
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def forget():
     """No class of one test is left for the next."""
     gc.collect()
@@ -38,10 +38,10 @@ def forget():
     assert set(registered()) == before
 
 
-def run_cell(source: str) -> Any:
+def run_cell(source: str, **names: object) -> Any:
     """What a notebook cell defines: each run makes new classes of the same names in one module."""
     module = types.ModuleType("cell")
-    module.__dict__.update(Codec=Codec, Copying=Copying, GroupQuant=GroupQuant, dataclass=dataclass)
+    module.__dict__.update(Codec=Codec, Copying=Copying, GroupQuant=GroupQuant, dataclass=dataclass, **names)
     sys.modules["cell"] = module  # where dataclass looks for names in annotations
     try:
         exec(source, module.__dict__)
@@ -58,7 +58,7 @@ class Mine(Copying, Codec):
 """
 
 
-def test_a_codec_with_slots():
+def test_a_codec_with_slots(forget):
     """``slots=True`` makes a second class and leaves the first one alive."""
     cell = run_cell(CELL.replace("frozen=True", "frozen=True, slots=True"))
     assert registered()["mine"] is cell.Mine
@@ -68,7 +68,7 @@ def test_a_codec_with_slots():
     assert type(again) is cell.Mine
 
 
-def test_the_newest_definition_is_the_codec():
+def test_the_newest_definition_is_the_codec(forget):
     first = run_cell(CELL)
     second = run_cell(CELL)
     assert first.Mine is not second.Mine
@@ -76,23 +76,16 @@ def test_the_newest_definition_is_the_codec():
     assert type(from_config(first.Mine(5).to_config())) is second.Mine
 
 
-def test_the_newest_definition_is_the_codec_below_another_base():
+def test_the_newest_definition_is_the_codec_below_another_base(forget):
     """The order in which subclasses are found is not the order of their definition."""
-    older_base = run_cell(CELL.replace("Mine", "Base").replace("mine", "base"))
+    base = run_cell(CELL.replace("Mine", "Base").replace("mine", "base")).Base
     first = run_cell(CELL)
-    source = CELL.replace("Copying, Codec", "Base")
-    module = types.ModuleType("cell")
-    module.__dict__.update(Base=older_base.Base, dataclass=dataclass)
-    sys.modules["cell"] = module
-    try:
-        exec(source, module.__dict__)
-    finally:
-        del sys.modules["cell"]
-    assert Codec.__subclasses__().index(older_base.Base) < Codec.__subclasses__().index(first.Mine)
-    assert registered()["mine"] is module.__dict__["Mine"]
+    second = run_cell(CELL.replace("Copying, Codec", "Base"), Base=base)
+    assert Codec.__subclasses__().index(base) < Codec.__subclasses__().index(first.Mine)
+    assert registered()["mine"] is second.Mine
 
 
-def test_two_classes_with_one_id_are_refused():
+def test_two_classes_with_one_id_are_refused(forget):
     cell = run_cell(CELL + CELL.replace("class Mine", "class Other"))
     with pytest.raises(ValueError, match=r"two codecs share the id 'mine': cell\.Mine and cell\.Other; give one of"):
         registered()
@@ -102,14 +95,14 @@ def test_two_classes_with_one_id_are_refused():
     assert "mine" not in registered()  # a class that nobody uses is no rival, whenever the collector runs
 
 
-def test_an_id_of_ours_is_refused():
+def test_an_id_of_ours_is_refused(forget):
     cell = run_cell(CELL.replace("mine", "raw"))
     with pytest.raises(ValueError, match=r"share the id 'raw': lowtide\.codecs\.lossless\.Raw and cell\.Mine"):
         registered()
     del cell
 
 
-def test_a_subclass_of_a_codec_is_a_codec():
+def test_a_subclass_of_a_codec_is_a_codec(forget):
     cell = run_cell("""
 @dataclass(frozen=True)
 class Finer(GroupQuant):
@@ -127,7 +120,7 @@ class Finest(Finer):
     assert from_config({"id": "finest", "layout": "flat"}) == cell.Finest(8, 16, "flat")
 
 
-def test_a_class_without_an_id_is_no_codec_yet():
+def test_a_class_without_an_id_is_no_codec_yet(forget):
     """A base for several codecs has no id; one that inherits its id could not be told from its parent."""
     cell = run_cell("""
 class Base(Codec):

@@ -436,6 +436,55 @@ def test_a_bad_group_is_all_nan_and_alone(bits: int, bad: float) -> None:
     assert bool(full.isnan().all())
 
 
+def _spoilt(codec: Codec, shape: tuple[int, ...], at: tuple[int, ...]) -> Tensor:
+    """Where the docstring of a codec says that NaN comes back if the value at ``at`` is NaN or Inf; by plain loops."""
+    hit = torch.zeros(shape, dtype=torch.bool)
+    hit[at] = True
+    if isinstance(codec, BlockMean) and not codec.faithful:
+        block = hit
+        for d in range(len(shape) - codec.dims, len(shape)):
+            first = at[d] - at[d] % codec.block
+            index = torch.arange(shape[d]).view([-1 if k == d else 1 for k in range(len(shape))])
+            block = block.any(d, keepdim=True) & (first <= index) & (index < first + codec.block)
+        if codec.bits == 0:
+            return block
+        hit = block
+    group, row = getattr(codec, "group", 0), math.prod(shape[1:])
+    if isinstance(codec, SixSigma):
+        return hit.any(0, keepdim=True).any(2, keepdim=True).any(3, keepdim=True).expand(shape)
+    if isinstance(codec, BlockMean) and codec.faithful:
+        row = group = math.prod(shape[len(shape) - codec.dims :])
+    elif isinstance(codec, Projection):
+        row = group = hit.numel() if codec.kind == "subspace" else shape[-1]
+    elif isinstance(codec, Cast):
+        row = shape[-1] if group else hit.numel()
+        group = group or row
+    elif isinstance(codec, GroupQuant):
+        row = {"row": shape[-1], "sample": row, "flat": hit.numel()}[codec.layout]
+    lines = hit.view(-1, row).clone()
+    for line in lines:
+        for start in range(0, row, group):
+            line[start : start + group] = bool(line[start : start + group].any())
+    return lines.view(shape)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@lossy
+def test_nan_comes_back_where_it_is_documented(codec: Codec, bad: float) -> None:
+    """Not one value more, and not one less; a cast to bfloat16 alone keeps the value as it is."""
+    x = torch.randn(2, 3, 8, 11, generator=torch.Generator().manual_seed(40))
+    for dtype, at in itertools.product(FLOATS, ((0, 0, 0, 0), (1, 1, 5, 4), (1, 2, 7, 10))):
+        spoilt = x.to(dtype, copy=True)
+        spoilt[at] = bad
+        out = codec.encode(spoilt, key=41).decode()
+        if codec == Cast("bfloat16"):
+            assert same_bits(out[at], spoilt[at])
+            assert int((~out.isfinite()).sum()) == 1
+            continue
+        assert torch.equal(out.isnan(), _spoilt(codec, tuple(x.shape), at)), (dtype, at)
+        assert not bool(out.isinf().any())
+
+
 @lossy
 def test_subnormals(codec: Codec) -> None:
     """Below the smallest step (2**-126) no more is promised than an error below that step (for a product: each)."""

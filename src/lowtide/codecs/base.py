@@ -1,9 +1,9 @@
 """The contract of a codec, and the layout of a tensor in memory.
 
-A codec is a frozen value. The same tensor, codec and key give the same bytes, on every backend and
-for every number of threads; sizes are known exactly without data. ``decode`` gives back shape,
-strides and dtype of a dense tensor (one that fills its storage in some order of its dimensions); any
-other tensor comes back contiguous.
+A codec is a frozen value. The same tensor, codec and key give the same bytes, on every backend and for every number
+of threads (a projection, whose products are torch's, says its own limits). The size of what is packed is known exactly
+without data. A tensor is called *dense* if its values fill a stretch of memory without gaps, in some order of its
+dimensions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NotRepresentable(ValueError):
-    """The tensor does not have the form this codec stores exactly; keep it as it is."""
+    """The codec cannot store this tensor exactly. Who asked for it keeps the tensor as it is."""
 
 
 class TensorMeta(NamedTuple):
@@ -40,7 +40,7 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        """The description of ``tensor``."""
+        """Describe ``tensor``."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
     @property
@@ -50,13 +50,16 @@ class TensorMeta(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values, stored densely."""
+        """Bytes that the values take without gaps."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in memory: ``order`` lists its dimensions from outermost to innermost."""
+    """How a tensor lies in memory, or would lie once it is contiguous if it is not dense.
+
+    ``order`` lists the dimensions from outermost to innermost, and ``sizes`` their sizes in that order.
+    """
 
     dense: bool
     order: tuple[int, ...]
@@ -66,7 +69,7 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def layout_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
-    """Order, dense strides and sizes in that order.
+    """The layout of a tensor of this shape with these strides.
 
     >>> layout_of((2, 3, 4, 5), (60, 1, 15, 3)).sizes   # channels last
     (2, 4, 5, 3)
@@ -84,7 +87,7 @@ def layout_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
 
 
 def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Dimensions by falling stride. Those of size 1 stand before their logical right neighbour."""
+    """The dimensions by falling stride. One of size 1, whose stride says nothing, stands before its right neighbour."""
     order = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: (-stride[d], d))
     for dim in reversed(range(len(shape))):
         if shape[dim] != 1:
@@ -100,14 +103,17 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def form_of(tensor: Tensor) -> tuple[TensorMeta, Layout]:
-    """The form in which a codec gives the tensor back, and how it lies in memory."""
+    """The form in which a codec gives ``tensor`` back, and how that form lies in memory."""
     meta = TensorMeta.of(tensor)
     layout = layout_of(meta.shape, meta.stride)
     return meta if layout.dense else TensorMeta(meta.shape, layout.stride, meta.dtype), layout
 
 
 def flatten(tensor: Tensor) -> tuple[Tensor, TensorMeta, Layout]:
-    """The values as one line in memory order (a view where the tensor is dense)."""
+    """The values as one line in the order of memory, the form in which they come back, and its layout.
+
+    The line is a view of ``tensor`` if that is dense, and otherwise a copy.
+    """
     meta, layout = form_of(tensor)
     if not layout.dense:
         tensor = tensor.contiguous()
@@ -115,7 +121,7 @@ def flatten(tensor: Tensor) -> tuple[Tensor, TensorMeta, Layout]:
 
 
 def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The same values laid out by ``stride``; copied only if they are not so already."""
+    """The same values laid out by ``stride``. They are copied only if they lie otherwise."""
     if tensor.stride() == stride:
         return tensor
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
@@ -123,7 +129,7 @@ def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What is kept in place of a tensor; decoding needs nothing else (but ``support``, if given)."""
+    """What is kept in place of a tensor. Decoding needs nothing else, but ``support`` if encode was given it."""
 
     codec: Codec
     meta: TensorMeta
@@ -131,7 +137,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all buffers."""
+        """Bytes of all buffers together."""
         return sum(b.numel() * b.element_size() for b in self.buffers)
 
     def decode(self, support: Tensor | None = None) -> Tensor:
@@ -149,10 +155,10 @@ class Codec(ABC):
     ``support`` is a bit mask (see ``ops.pack_band``) of the values above zero of a rectified tensor: a codec may
     spend its codes on those alone and return exact zeros elsewhere, or ignore it.
 
-    The contract:
+    The contract, which ``check`` in ``tests/codec_contract.py`` tries on any codec:
 
-    - ``encode`` leaves the tensor and torch's random generators as they are. The buffers share no memory with the
-      tensor. The same tensor, codec and key give the same bytes.
+    - ``encode`` gets a tensor that needs no gradient. It leaves the tensor and torch's random generators as they
+      are. The buffers share no memory with the tensor. The same tensor, codec and key give the same bytes.
     - ``packed_nbytes`` is exactly what the buffers take, and the storages behind them hold no more.
     - ``decode`` gives shape and dtype of the tensor, and its strides if the tensor is dense; any other tensor comes
       back contiguous. The values begin at the start of their storage. A second call gives the same values.
@@ -202,7 +208,7 @@ class Codec(ABC):
         """Pack ``tensor``, which is neither changed nor kept alive."""
 
     def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
-        """Pack a rectified tensor, and its support, which a codec may find on the way."""
+        """Pack a rectified tensor, and give its support too, which a codec may find on the way."""
         support = ops.pack_band(flatten(tensor)[0], 0.0, math.inf, False, True)
         return self.encode(tensor, key=key, support=support), support
 
@@ -212,7 +218,7 @@ class Codec(ABC):
 
     @abstractmethod
     def packed_nbytes(self, meta: TensorMeta) -> int:
-        """Exact bytes ``encode`` will need (without ``support``, which is stored apart)."""
+        """The exact bytes that ``encode`` will need, without ``support``, which is stored apart."""
 
     def to_config(self) -> dict[str, Any]:
         """Plain data that :func:`from_config` turns back into an equal codec."""
@@ -226,7 +232,7 @@ class Codec(ABC):
         return {"id": self.id, **{f.name: getattr(self, f.name) for f in fields}}
 
     def __str__(self) -> str:
-        """The id, and the settings that are not the usual ones."""
+        """The id, and the settings that differ from their defaults."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         given = [f"{f.name}={v}" for f in fields if (v := getattr(self, f.name)) != f.default]
         return f"{self.id}({', '.join(given)})" if given else self.id
@@ -262,7 +268,7 @@ def _definitions() -> dict[str, dict[str, type[Codec]]]:
 
 
 def from_config(config: Mapping[str, Any]) -> Codec:
-    """The codec a config describes.
+    """The codec that a config describes.
 
     >>> from_config({"id": "raw"})
     Raw()
@@ -285,7 +291,7 @@ def from_config(config: Mapping[str, Any]) -> Codec:
 
 
 def require(value: object, allowed: tuple[object, ...], what: str) -> None:
-    """Raise with what was given and what is allowed."""
+    """Raise unless ``value`` is one of ``allowed`` and of their type."""
     if type(value) is not type(allowed[0]) or value not in allowed:
         raise ValueError(f"{what} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 

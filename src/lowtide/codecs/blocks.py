@@ -1,4 +1,4 @@
-"""Means of blocks, and the difference to them in groups: DIVISION, and pooled backprop."""
+"""Means of blocks, and differences to them that are quantized in groups: DIVISION, and pooled backprop."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from .groups import BITS, quantized_nbytes, require_levels, room_for_bits, row_o
 class BlockMean(Codec):
     """Means of blocks in bfloat16, and the difference to them in ``bits`` bits.
 
-    This is DIVISION: the low frequencies kept precisely, the high frequencies coarsely. ``dims`` is
-    the number of trailing spatial dimensions, 1 to 3; blocks at the edge average what they hold.
-    The difference is taken to the *rounded* means, so their rounding costs no bias. With
-    ``bits=0`` nothing but the means (in the tensor's own dtype) is kept: pooled backprop, which is
-    biased by the lost high frequencies. ``levels`` as in :class:`GroupQuant`.
+    This is DIVISION (Wang et al. 2023): it keeps low frequencies precisely and high frequencies coarsely. ``dims`` is
+    the number of spatial dimensions, 1 to 3, which are the last ones. A block at the edge averages the values that it
+    has. The difference is taken to the *rounded* means, so their rounding costs no bias. ``levels`` are those of
+    :class:`GroupQuant`.
 
-    ``faithful=True`` reproduces the published scheme: floor-mode pooling, whose windows do not
-    line up with the nearest-neighbour upsampling unless the block divides the map, one range for
-    each map, and no restoring of zeros.
+    ``bits=0`` keeps the means alone, in the tensor's own type. That is pooled backprop, whose error is a **bias**: the
+    high frequencies are lost.
+
+    A block with NaN or Inf decodes to NaN, and with it every group of differences that the block has a part in.
+
+    ``faithful=True`` reproduces the published scheme. It pools in floor mode, so that its windows do not line up with
+    the nearest-neighbour upsampling unless the block divides the map. Each map has one range, a map with NaN or Inf
+    decodes to NaN, and zeros are not restored.
     """
 
     id: ClassVar[str] = "block_mean"
@@ -55,11 +59,11 @@ class BlockMean(Codec):
         return f"{self.id}({self.bits} bits{', levels' if self.levels else ''})"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
-        """With ``support`` the range of a group covers the differences of positive values only."""
+        """Average, then quantize. With ``support`` the range of a group covers positive values' differences only."""
         return self._encode(tensor, key, support is not None, None)
 
     def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
-        """The kernel that looks for positive values leaves their bits, where it goes through memory in order."""
+        """Average, then quantize. A kernel that goes through memory in order writes the bits of ``support`` too."""
         meta, _ = form_of(tensor)
         if (
             not self.bits
@@ -93,7 +97,7 @@ class BlockMean(Codec):
         return Packed(self, meta, buffers)
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
-        """Means plus differences; zeros come back exactly with ``support`` (but not from pooling)."""
+        """Means plus differences. With ``support`` zeros come back exactly, but not with ``bits=0`` or ``faithful``."""
         meta = packed.meta
         if meta.numel == 0:
             return packed.buffers[0].new_empty_strided(meta.shape, meta.stride)
@@ -104,7 +108,7 @@ class BlockMean(Codec):
             flat = ops.spread_blocks(packed.buffers[0], geometry, self.block, meta.dtype)
         else:
             low, codes, side = packed.buffers
-            in_order = stride == meta.stride  # or else the bits of ``support`` are not those of the values here
+            in_order = stride == meta.stride  # otherwise the bits of ``support`` have another order than ``flat``
             flat = ops.dequantize_blocks(
                 low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype,
                 support if in_order else None, steps_of(self.levels, self.bits, codes.device),
@@ -116,7 +120,7 @@ class BlockMean(Codec):
         return with_stride(flat.as_strided(meta.shape, stride), meta.stride)
 
     def small(self, packed: Packed) -> Tensor | None:
-        """The means as a map of their own, without a copy; None unless they are all there is and blocks are whole."""
+        """The means as a smaller map, without a copy; None unless they are all there is and every block is whole."""
         shape, stride, _ = packed.meta
         spatial = len(shape) - self.dims
         if self.bits or not packed.meta.numel or any(size % self.block for size in shape[spatial:]):
@@ -126,7 +130,7 @@ class BlockMean(Codec):
         return packed.buffers[0].view(sizes).permute([layout.order.index(d) for d in range(len(shape))])
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
-        """Means, codes, and four bytes for each group."""
+        """The means, the codes, and four bytes for each group."""
         self._require_dims(meta)
         if meta.numel == 0:
             return 0
@@ -151,7 +155,7 @@ class BlockMean(Codec):
             return low * meta.dtype.itemsize
         return 2 * low + quantized_nbytes(meta.numel, row, self.group, self.bits)
 
-    # The published scheme, kept apart because its windows and cells do not line up.
+    # The published scheme has functions of its own, because its windows and its cells do not line up.
 
     def _faithful_sizes(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...], int]:
         spatial = shape[len(shape) - self.dims :]
@@ -179,7 +183,7 @@ class BlockMean(Codec):
         maps = self._spread_faithful(low, meta.shape)
         maps.add_(residual.view_as(maps))
         if meta.dtype == torch.float16:
-            maps.clamp_(-65504.0, 65504.0)  # the step, rounded up, may decode the largest to more
+            maps.clamp_(-65504.0, 65504.0)  # the step was rounded up, so the largest value may decode to more
         return maps.to(meta.dtype).view(meta.shape)
 
     def _faithful_nbytes(self, meta: TensorMeta) -> int:
@@ -192,10 +196,10 @@ class BlockMean(Codec):
 def _block_frame(
     shape: tuple[int, ...], stride: tuple[int, ...], dims: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Strides to store by, the tensor as (outer, s1, s2, s3, inner) in memory, and the row.
+    """The strides to store by, the tensor in memory as (outer, s1, s2, s3, inner), and the row that groups divide.
 
-    Works in place for any dense order that keeps the spatial dimensions together (contiguous and
-    channels_last do); otherwise the tensor is to be made contiguous first.
+    The strides are the tensor's own if it is dense and its spatial dimensions lie side by side, as they do in
+    contiguous and channels_last tensors. Otherwise they are contiguous ones, and the tensor must be copied to them.
     """
     layout = layout_of(shape, stride)
     spatial = tuple(range(len(shape) - dims, len(shape)))

@@ -19,20 +19,22 @@ _CASTS = {
 }
 
 
-_SHARE = 4096  # values that a thread casts at once where all have one scale
+_SHARE = 4096  # values that a thread casts at once if one scale serves all
 
 
 @dataclass(frozen=True)
 class Cast(Codec):
     """Round to nearest in a smaller float type, scaled where the range needs it.
 
-    The 8-bit types are scaled so that the largest value fits exactly, float16 only if it would
-    overflow. Round-to-nearest is biased by at most half a unit in the last place; as with any cast, a value
-    within half a unit of its type's largest may round to Inf.
+    An 8-bit type is scaled so that the largest value fits exactly, float16 only if that value would overflow, and
+    bfloat16 never. The error is a **bias** of at most half a unit in the last place. As with any cast, a value within
+    half a unit of the largest number of its type may round to Inf.
 
-    ``group=0`` takes one scale for the tensor; otherwise each run of ``group`` values within the innermost
-    dimension has its own, a bfloat16 rounded up (8-bit types only): the granularity of COAT (Xi et al. 2025). A
-    group with NaN or Inf decodes to NaN.
+    ``group=0`` takes one scale for the tensor. Otherwise, for 8-bit types only, each run of ``group`` values within the
+    innermost dimension in memory has a scale of its own, a bfloat16 that is rounded up: the granularity of COAT (Xi et
+    al. 2025).
+
+    Values that share a scale with NaN or Inf decode to NaN. bfloat16 has no scale, and keeps each NaN and Inf itself.
     """
 
     id: ClassVar[str] = "cast"
@@ -62,7 +64,7 @@ class Cast(Codec):
         scale = _largest(flat) / torch.finfo(target).max
         if self.dtype == "float16":
             scale = scale.clamp_min(1.0)
-        # A scale that is not finite poisons the tensor: it stands for a value that is not.
+        # A value that is not finite makes the scale so, and the scale makes the whole tensor NaN.
         scale = torch.where(scale == 0, 1.0, scale.clamp_min(2.0**-126)).reshape(1)
         if self._narrow:
             return Packed(self, meta, ops.cast_groups(flat, meta.numel, _SHARE, target, scale))
@@ -81,7 +83,7 @@ class Cast(Codec):
         return flat.to(meta.dtype, copy=True).as_strided(meta.shape, meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
-        """The smaller type, and two bytes for each group or four for the tensor if there is a scale."""
+        """The values in the smaller type; a scale takes two bytes for each group, or four for the tensor."""
         width: int = _CASTS[self.dtype].itemsize
         if self.group:
             row = row_of("row", layout_of(meta.shape, meta.stride), meta.numel)
@@ -94,7 +96,7 @@ class Cast(Codec):
 
 
 def _largest(flat: Tensor) -> Tensor:
-    """The largest magnitude, in float32; NaN if there is one."""
+    """The largest magnitude in float32, or NaN if a value is NaN."""
     if flat.numel() == 0:
         return flat.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(flat)

@@ -1,6 +1,6 @@
 """Random rounding in groups: each run of values has a range of its own.
 
-Both codecs are unbiased given their key.
+Both codecs here are unbiased: the mean of the decoded tensor over all keys is the tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def require_levels(levels: tuple[float, ...] | None, bits: int) -> None:
 
 
 def steps_of(levels: tuple[float, ...] | None, bits: int, device: torch.device) -> Tensor | None:
-    """Levels in units of a group's step."""
+    """The levels in units of a group's step, or None if they are even."""
     if levels is None:
         return None
     return torch.tensor([level * (2**bits - 1) for level in levels], dtype=torch.float32, device=device)
@@ -43,17 +43,18 @@ def steps_of(levels: tuple[float, ...] | None, bits: int, device: torch.device) 
 class GroupQuant(Codec):
     """Affine quantization of each run of ``group`` values, rounded at random.
 
-    Rounding up with probability equal to the fraction makes the decoded value unbiased, so a
-    gradient that is linear in it is unbiased too. The error of a value is below one step,
-    ``(max - low) / (2**bits - 1)`` of its group, and its variance below a quarter of the step's
-    square. A constant group is exact; a group with NaN or Inf decodes to NaN.
+    A value is rounded up with a probability equal to its fraction of a step. So the decoded value is unbiased, and a
+    gradient that is linear in it is unbiased too. The error of a value is below one step of its group,
+    ``(max - low) / (2**bits - 1)``, and its variance is at most a quarter of the step's square. A constant group is
+    exact. A group with NaN or Inf decodes to NaN.
 
-    ``layout`` says what a group may not straddle: ``"row"`` the innermost dimension (tokens,
-    normalized rows), ``"sample"`` the outermost (maps of one image), ``"flat"`` nothing.
+    ``layout`` names the border that no group crosses. With ``"row"`` a group lies within the innermost dimension in
+    memory (the features of a token), with ``"sample"`` within one index of the outermost (the maps of an image). With
+    ``"flat"`` there is no border.
 
-    ``levels`` are the values that codes stand for, as fractions of the range, where even ones do not fit
-    the values (TinyScript, Fu et al. 2020): 2**bits numbers from 0.0 to 1.0. A value between two of them has a
-    variance below a quarter of their distance's square.
+    ``levels`` are the values that the codes stand for, as fractions of the group's range: 2**bits numbers from 0.0 to
+    1.0. They serve tensors that even levels do not fit (TinyScript, Fu et al. 2020). The variance of a value between
+    two levels is at most a quarter of the square of their distance.
     """
 
     id: ClassVar[str] = "group_quant"
@@ -72,11 +73,11 @@ class GroupQuant(Codec):
         return f"{self.id}({self.bits} bits{', levels' if self.levels else ''})"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
-        """With ``support`` the range of a group covers its positive values only."""
+        """Quantize each group. With ``support`` the range of a group covers its positive values only."""
         return self._encode(tensor, key, support is not None, None)
 
     def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
-        """The kernel that looks for positive values leaves their bits."""
+        """Quantize each group. The kernel looks for positive values anyway, and writes their bits on the way."""
         support = room_for_bits(tensor)
         return self._encode(tensor, key, True, support), support
 
@@ -89,7 +90,7 @@ class GroupQuant(Codec):
         return Packed(self, meta, (codes, side))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
-        """With ``support`` the zeros of a rectified tensor come back exactly."""
+        """The level of each code. With ``support`` the zeros of a rectified tensor come back exactly."""
         meta, (codes, side) = packed.meta, packed.buffers
         row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
         levels = steps_of(self.levels, self.bits, codes.device)
@@ -97,18 +98,18 @@ class GroupQuant(Codec):
         return flat.as_strided(meta.shape, meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
-        """Codes, and four bytes for each group."""
+        """The codes take whole bytes in each group, and each group has four bytes beside them."""
         row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
         return quantized_nbytes(meta.numel, row, self.group, self.bits)
 
 
 def room_for_bits(tensor: Tensor) -> Tensor:
-    """Room for a bit of each value."""
+    """Memory for one bit of each value."""
     return torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
 
 
 def row_of(rule: str, layout: Layout, numel: int) -> int:
-    """Values that groups divide among themselves without crossing a border."""
+    """How many values lie between two borders that no group crosses."""
     if numel == 0 or not layout.sizes or rule == "flat":
         return numel
     return layout.sizes[-1] if rule == "row" else numel // layout.sizes[0]
@@ -123,10 +124,11 @@ def quantized_nbytes(numel: int, row: int, group: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class SampleQuant(Codec):
-    """Groups that stay within a sample, with bits of its own for each sample (ActNN's level 3).
+    """Random rounding in groups, with a number of bits for each sample (level 3 of ActNN, Chen et al. 2021).
 
-    ``bits[n]`` are those of sample ``n`` of dimension 0, which has to be the outermost in memory. A sample has
-    the bytes that ``GroupQuant(bits[n], group, "sample")`` gives it with the same key, and one byte for its bits.
+    ``bits[n]`` is the number for sample ``n`` of dimension 0, which must be the outermost in memory. A sample has the
+    bytes that ``GroupQuant(bits[n], group, "sample")`` gives it with the same key, and one byte more for its number of
+    bits. Errors are those of ``GroupQuant``, and a group with NaN or Inf decodes to NaN here too.
     """
 
     id: ClassVar[str] = "sample_quant"
@@ -144,11 +146,11 @@ class SampleQuant(Codec):
         return f"{self.id}({sum(self.bits) / max(1, len(self.bits)):.3g} bits on average)"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
-        """With ``support`` the range of a group covers its positive values only."""
+        """Quantize each group. With ``support`` the range of a group covers its positive values only."""
         return self._encode(tensor, key, support is not None, None)
 
     def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
-        """The kernel that looks for positive values leaves their bits."""
+        """Quantize each group. The kernel looks for positive values anyway, and writes their bits on the way."""
         support = room_for_bits(tensor)
         return self._encode(tensor, key, True, support), support
 
@@ -161,13 +163,13 @@ class SampleQuant(Codec):
         return Packed(self, meta, (codes, side, bits))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
-        """With ``support`` the zeros of a rectified tensor come back exactly."""
+        """The level of each code. With ``support`` the zeros of a rectified tensor come back exactly."""
         meta, (codes, side, bits) = packed.meta, packed.buffers
         flat = ops.dequantize_samples(codes, side, bits, meta.numel, self.group, meta.dtype, support)
         return flat.as_strided(meta.shape, meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
-        """Codes, four bytes for each group, and one for each sample."""
+        """The codes, four bytes for each group, and one byte for each sample."""
         self._require_samples(meta)
         row = meta.numel // max(1, len(self.bits))
         return len(self.bits) + sum(quantized_nbytes(row, row, self.group, bits) for bits in self.bits)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.codecs import BlockMean, SixSigma, TensorMeta, fixed
+from lowtide.codecs import BlockMean, SixSigma, TensorMeta, sixsigma
 from lowtide.policy.methods import Blpa
 
 WIDTHS = (1, 2, 4, 8)
@@ -48,8 +48,8 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_values_are_those_of_the_formula(bits, form, chunk, monkeypatch):
-    monkeypatch.setattr(fixed, "_CHUNK", chunk)
-    monkeypatch.setattr(fixed, "_SUMMED", chunk)
+    monkeypatch.setattr(sixsigma, "_CHUNK", chunk)
+    monkeypatch.setattr(sixsigma, "_SUMMED", chunk)
     torch.manual_seed(0)
     x = FORMS[form]()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -102,7 +102,7 @@ class Large(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() > 8 * fixed._CHUNK:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() > 8 * sixsigma._CHUNK:
                 self.made[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return out
 

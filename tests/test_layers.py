@@ -33,7 +33,8 @@ LAYERS = [
     ],
     *["policy.tuners.fitting", "policy.tuners.base", "policy.plan", "policy.choice", "policy.use", "policy.solve"],
     *["graph.rules", "graph.twins", "graph.derive", "graph.capture"],
-    *["codecs.projection", "codecs.fixed", "codecs.lossy", "codecs.lossless", "codecs.base"],
+    *["codecs.projection", "codecs.sixsigma", "codecs.casts", "codecs.blocks", "codecs.groups"],
+    *["codecs.lossless", "codecs.base"],
     *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.reference"],
 ]
 PLACE = {name: i for i, name in enumerate(LAYERS)}

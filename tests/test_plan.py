@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import lowtide
 from golden import CASES, NETS
-from lowtide.codecs import GroupQuant, Raw, SampleQuant
+from lowtide.codecs import Cast, GroupQuant, Mask, Raw, SampleQuant, ShapeOnly
 from lowtide.policy.choice import Action, Choice
 from lowtide.session import memory
 
@@ -64,6 +64,18 @@ def test_choices_that_make_no_sense_are_refused():
         Choice(Action.REBUILD, home="file")
     with pytest.raises(ValueError, match="away from the device"):
         Choice.offload("device")
+
+
+@pytest.mark.parametrize("codec", [ShapeOnly(), Mask()], ids=str)
+def test_a_codec_that_does_not_keep_values_is_refused(codec):
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="does not give back the values of a tensor"):
+        lowtide.compress(model, codec)
+    with pytest.raises(ValueError, match="does not give back the values of a tensor"):
+        lowtide.Plan({SITE: codec})
+    text = json.dumps({"version": 2, "sites": [{**SITE._asdict(), "action": "store", "codec": codec.to_config()}]})
+    with pytest.raises(ValueError, match=r"row 0 of the plan: .*does not give back the values"):
+        lowtide.Plan.from_json(text)
 
 
 def test_bytes_and_exactness_are_those_of_what_happens():
@@ -308,6 +320,31 @@ def test_memory_is_shared_by_equal_arguments_only_and_dies_with_the_model():
     model = None
     gc.collect()
     assert gone() is None
+
+
+# ---------------------------------------------------------------- every method on every kind of tensor
+
+
+@pytest.mark.parametrize("method", lowtide.methods())
+def test_log_probabilities_of_maps_stay_in_bfloat16(method):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.LogSoftmax(1), nn.Conv2d(8, 8, 3))
+    with lowtide.attach(model, method, min_numel=512) as handle:
+        model(torch.randn(4, 3, 16, 16)).square().mean().backward()
+        choice = handle.plan().choices[lowtide.Site("1", "LogSoftmax", "result", 0)]
+    assert choice in (Choice.store(Cast("bfloat16")), Choice.keep())
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("method", lowtide.methods())
+def test_every_method_runs_a_step_on_fake_tensors(method):
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        with lowtide.attach(model, method) as handle:
+            for _ in range(2):
+                model(torch.randn(8, 3, 32, 32)).square().mean().backward()
+            assert handle.report().plain_nbytes > 0
 
 
 # ---------------------------------------------------------------- which modules

@@ -14,7 +14,7 @@ import torch
 import lowtide
 from lowtide.codecs import Codec, Packed, Raw, TensorMeta
 from lowtide.codecs.base import layout_of
-from lowtide.codecs.lossy import row_of
+from lowtide.codecs.groups import row_of
 from zoo import ZOO
 
 

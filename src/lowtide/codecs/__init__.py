@@ -1,17 +1,18 @@
 """Codecs: frozen values that turn a tensor into packed buffers and back."""
 
-from .base import Codec, NotRepresentable, Packed, TensorMeta, from_config, registered
-from .fixed import SixSigma
+from .base import FLOATS, Codec, NotRepresentable, Packed, TensorMeta, flatten, from_config, registered
+from .blocks import BlockMean
+from .casts import Cast
+from .groups import GroupQuant, SampleQuant
 from .lossless import Indices, Mask, PoolOffsets, Raw, ShapeOnly, TwoValue
-from .lossy import FLOATS, BlockMean, Cast, Derived, GroupQuant, SampleQuant
 from .projection import Projection
+from .sixsigma import SixSigma
 
 __all__ = [
     "FLOATS",
     "BlockMean",
     "Cast",
     "Codec",
-    "Derived",
     "GroupQuant",
     "Indices",
     "Mask",
@@ -25,6 +26,7 @@ __all__ = [
     "SixSigma",
     "TensorMeta",
     "TwoValue",
+    "flatten",
     "from_config",
     "registered",
 ]

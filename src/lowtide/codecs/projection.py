@@ -1,7 +1,7 @@
-"""Low rank: each row of a matrix kept as its product with a few columns.
+"""Low rank: each row of a matrix is kept as its product with a few columns.
 
-A tensor is a matrix here: its innermost dimension in memory is the row (the features of a token), all
-others together count the rows.
+A tensor is read as a matrix here. The innermost dimension in memory is the row (the features of a token); all other
+dimensions together count the rows.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.reference import mix
-from .base import Codec, Packed, TensorMeta, flatten, layout_of, require, require_positive
-from .lossy import BITS, GroupQuant, require_float
+from .base import Codec, Packed, TensorMeta, flatten, layout_of, require, require_float, require_positive
+from .groups import BITS, GroupQuant
 
-# Temporaries beside the two factors stay near this many values whatever the size of the input.
+# Temporaries beside the two factors have about this many values, however large the input is.
 _CHUNK = 1 << 19
 _WORD = 0xFFFFFFFF
 _SMALLEST = 2.0**-126  # the smallest number whose reciprocal is a finite float32
-_ROUNDING = 0x2545F4914F6CDD1D  # sets the key of the codes apart from the key of the signs
+_ROUNDING = 0x2545F4914F6CDD1D  # makes the key of the codes another than the key of the signs
 
 
 @dataclass(frozen=True)
 class Projection(Codec):
-    """Each row ``x`` of ``D`` values kept as ``y = x R`` of ``rank`` values, decoded as ``y R'``.
+    """Keeps each row ``x`` of ``D`` values as ``y = x R``, which has ``rank`` values, and decodes it as ``y R'``.
 
-    ``kind="random"``: R holds random signs over sqrt(rank), made again from the key for decode, so that 8 bytes are
-    stored in its place. ``E[R R'] = I``: unbiased, with ``E|error|^2 = (D - 1) / rank * |x|^2``, whatever the values.
+    With ``kind="random"`` R holds random signs over sqrt(rank). Decode makes it again from the key, so only 8 bytes are
+    stored for it. Because ``E[R R'] = I``, the decoded tensor is unbiased, and
+    ``E|error|^2 = (D - 1) / rank * |x|^2`` whatever the values are.
 
-    ``kind="subspace"``: R is an orthonormal basis of the directions in which this tensor is largest (one pass of a
-    randomized range finder), and is stored. The error is near the smallest a matrix of that rank can have, but it
-    is a bias: what lies outside the subspace is lost, and no averaging over steps returns it.
+    With ``kind="subspace"`` R is an orthonormal basis of the directions in which this tensor is largest, found by one
+    pass of a randomized range finder. R is stored. The error is close to the smallest that a matrix of this rank can
+    have, but it is a **bias**: what lies outside the subspace is lost, and no averaging over steps returns it.
 
-    ``bits=0`` keeps y in the tensor's own type, which rounds to nearest; otherwise y is stored by ``GroupQuant``,
-    which is unbiased. R takes ``4 * D * rank`` bytes while it is in use. A row with NaN or Inf decodes to NaN;
-    with ``"subspace"`` the whole tensor does. Products are torch's: bytes repeat for one machine and thread count.
+    ``bits=0`` keeps y in the tensor's own type, which rounds to nearest. Otherwise y is stored by ``GroupQuant``, which
+    is unbiased. R takes ``4 * D * rank`` bytes while it is in use. A row with NaN or Inf decodes to NaN; with
+    ``"subspace"`` the whole tensor does. The products are torch's, so the same bytes are promised only for the same
+    machine and number of threads.
     """
 
     id: ClassVar[str] = "projection"
@@ -55,7 +57,7 @@ class Projection(Codec):
         require_positive(self.group, "group")
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
-        """Values are projected whether ``support`` is given or not; it serves decode."""
+        """Project all values. ``support`` is not used here; it serves decode."""
         require_float(tensor, self)
         flat, meta, _ = flatten(tensor.detach())
         rows, columns = _matrix(meta)
@@ -78,12 +80,12 @@ class Projection(Codec):
         for number, (first, last) in enumerate(_chunks(*x.shape)):
             y = _product(x[first:last].to(torch.float32), factor)
             if self.bits:
-                # Groups are numbered within a chunk; the upper word of the key tells chunks apart.
+                # Groups are numbered within a chunk. The upper word of the key makes each chunk's noise another.
                 chunk_key = _signed(key ^ _ROUNDING ^ (number << 32))
                 codes.append(self._quantizer.encode(y, key=chunk_key).buffers)
             else:
                 piece = plain[first:last].copy_(y)
-                # An Inf would meet its own sign again in decode and look like a value there.
+                # In decode the products of an Inf could be Inf of one sign, which is not the NaN that is promised.
                 piece.masked_fill_(~piece.isfinite(), torch.nan)
         return tuple(map(torch.cat, zip(*codes, strict=True))) if self.bits else (plain.view(-1),)
 
@@ -98,14 +100,14 @@ class Projection(Codec):
         test = signs(columns, width, key, x.device)
         sketch = torch.zeros_like(test)
         for first, last in _chunks(rows, columns):
-            # In units of the largest value squares neither overflow nor vanish.
+            # Values are divided by the largest, so that their squares neither overflow nor vanish.
             piece = x[first:last].to(torch.float32) / max(largest, _SMALLEST)
             sketch.addmm_(piece.t(), _product(piece, test))
         basis: Tensor = torch.linalg.qr(sketch).Q
         return basis.to(x.dtype, memory_format=torch.contiguous_format, copy=True)
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
-        """With ``support`` the zeros of a rectified tensor come back exactly."""
+        """Multiply by the transposed factor. With ``support`` the zeros of a rectified tensor come back exactly."""
         meta = packed.meta
         if meta.numel == 0:
             return packed.buffers[0].new_empty_strided(meta.shape, meta.stride)
@@ -135,7 +137,7 @@ class Projection(Codec):
         return Packed(self._quantizer, _wide(last - first, width), pieces).decode()
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
-        """The projected rows, and the key or the basis."""
+        """The projected rows, and either the key or the basis."""
         if meta.numel == 0:
             return 0
         rows, columns = _matrix(meta)
@@ -152,7 +154,7 @@ class Projection(Codec):
 
 
 def signs(rows: int, columns: int, key: int, device: torch.device) -> Tensor:
-    """A matrix of +1 and -1 in float32: one bit each of a hash of the key and the place."""
+    """A matrix of +1 and -1 in float32. Each sign is one bit of a hash of the key and its place."""
     words = -(-columns // 32)
     low, high = (int(mix(torch.tensor(part & _WORD, device=device))) for part in (key, (key >> 32) ^ _ROUNDING))
     out = torch.empty((rows, columns), dtype=torch.float32, device=device)
@@ -176,19 +178,19 @@ def _wide(rows: int, columns: int) -> TensorMeta:
 
 
 def _chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Row ranges; each starts at a multiple of 8 rows, so that a bit mask can be cut there."""
+    """Ranges of rows. Each starts at a multiple of 8 rows, so that a bit mask can be cut there."""
     step = max(8, _CHUNK // columns // 8 * 8)
     for first in range(0, rows, step):
         yield first, min(rows, first + step)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a b`` in float32; autocast, which would round the factors, leaves alone what has an ``out``."""
+    """``a b`` in float32. Autocast would round the factors, but it leaves a call with ``out`` alone."""
     return torch.mm(a, b, out=a.new_empty((a.shape[0], b.shape[1])))
 
 
 def _gain(columns: int) -> float:
-    """A power of two of at least 4 sqrt(columns): divided by it, 4 standard deviations of y fit where x fits."""
+    """A power of two of at least 4 sqrt(columns). If y is divided by it, 4 standard deviations fit in the type of x."""
     return float(2.0 ** math.ceil(2 + math.log2(columns) / 2))
 
 

@@ -54,6 +54,11 @@ class Choice:
     def __post_init__(self) -> None:
         if (self.codec is not None) != (self.action is Action.STORE):
             raise ValueError(f"a codec goes with 'store' and with nothing else; got {self.action.value}, {self.codec}")
+        if self.codec is not None and not self.codec.keeps_values:
+            raise ValueError(
+                f"{self.codec} does not give back the values of a tensor, and backward would read something else; the "
+                "rules use it where that is enough. Choose a codec that keeps values, such as GroupQuant(bits=4)"
+            )
         if self.home not in HOMES:
             raise ValueError(f"home must be one of {', '.join(HOMES)}; got {self.home!r}")
         elsewhere = self.home != "device"

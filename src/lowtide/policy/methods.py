@@ -19,7 +19,7 @@ from torch import nn
 
 from ..codecs import BlockMean, Cast, Codec, GroupQuant, Projection, SixSigma
 from ..codecs.base import layout_of, require, require_positive
-from ..codecs.lossy import BITS
+from ..codecs.groups import BITS
 from ..graph.rules import Need
 from ..graph.twins import pooled_convolution
 from .choice import Choice
@@ -481,6 +481,7 @@ def resolve(method: str | Method | Codec | Plan, options: Mapping[str, Any]) -> 
     if options:
         raise TypeError(f"options {sorted(options)} go with a method's name; got {method!r}")
     if isinstance(method, Codec):
+        Choice.store(method)  # raises if the codec does not keep values
         return Uniform(method)
     if isinstance(method, Plan):
         return Planned(method)

@@ -281,7 +281,7 @@ class Session:
             slot.remember(light)
         tuner = self.policy.tuner
         if tuner is not None and consumer.lossless is None and tuner.wants_gradient(consumer.site, consumer.need):
-            slot.watch(lambda gradient: tuner.observe(consumer.site, gradient))
+            slot.watch(lambda g: tuner.observe(consumer.site, g) if capture.has_data(g) else None)
         slot.saved.register_hooks(lambda _: light, self._unpack)
         if self._abilities.sole is None:
             self._seal_if_ours(handle)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...codecs import BlockMean, GroupQuant
 from ...codecs.base import flatten, require_positive
-from ...codecs.lossy import row_of
+from ...codecs.groups import row_of
 from ...graph.capture import Site
 from ..choice import Choice
 from ..use import Use

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...codecs import GroupQuant, SampleQuant
 from ...codecs.base import flatten, require_positive
-from ...codecs.lossy import row_of
+from ...codecs.groups import row_of
 from ...graph.capture import Site
 from ...graph.rules import Need
 from ...kernels import ops

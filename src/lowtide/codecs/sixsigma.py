@@ -1,4 +1,4 @@
-"""A range that is fixed by a channel's statistics, not by its extremes: the quantizer of BLPA."""
+"""The quantizer of BLPA, whose range follows from the mean and the deviation of a channel, not from its extremes."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
-from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require
-from .lossy import require_float
+from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require, require_float
 
-# Values widened to float64 at once. Sums take fewer: torch adds in one thread below 32768 values, so that the
-# bytes do not depend on the number of threads.
+# So many values are widened to float64 at once. Sums take fewer: torch adds less than 32768 values in one thread, so
+# the bytes do not depend on the number of threads.
 _CHUNK = 2**18
 _SUMMED = 2**14
 
 
 @dataclass(frozen=True)
 class SixSigma(Codec):
-    """Even bins over six standard deviations around each channel's mean (Chakrabarti and Moseley 2019).
+    """Even bins over six standard deviations around the mean of each channel (Chakrabarti and Moseley 2019).
 
     Channels are dimension 1. With ``n = 2**bits`` and ``v = (x - mean) / deviation``, the code is
-    ``floor(v * n / 6) + n / 2``, clamped to ``0 .. n - 1``, and decodes to the middle of its bin. Nothing is random, so
-    the error is a **bias**: up to ``3 / n`` deviations for values within three deviations of the mean, and beyond
-    them also the distance to that range, which no averaging over steps returns.
+    ``floor(v * n / 6) + n / 2``, clamped to ``0 .. n - 1``. It decodes to the middle of its bin. Nothing is random, so
+    the error is a **bias**, which no averaging over steps removes. It is at most ``3 / n`` deviations for a value
+    within three deviations of the mean; for any other value the distance to that range comes on top.
 
-    Mean and deviation are the tensor's own, in float32: 8 bytes a channel. A channel without deviation is exact; a
-    channel with NaN or Inf decodes to NaN.
+    Mean and deviation are those of the tensor, in float32, and take 8 bytes for each channel. A channel without
+    deviation is exact. A channel with NaN or Inf decodes to NaN.
 
-    The paper quantizes the output of BN and puts zero on the edge of a bin, so that the code also carries the mask
-    of the ReLU that follows. Here that mask is stored beside the code, in one exact bit, and a unit costs
-    ``bits + 1``.
+    The paper quantizes the output of BN and puts zero on the edge of a bin, so that the code carries the mask of the
+    following ReLU too. Here that mask is stored beside the code, as one exact bit, so a value costs ``bits + 1`` bits.
     """
 
     id: ClassVar[str] = "six_sigma"
@@ -46,7 +44,7 @@ class SixSigma(Codec):
         return f"{self.id}({self.bits} bits)"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
-        """Take the statistics, then the bins; ``key`` and ``support`` have no part in it."""
+        """Find the statistics, then the bin of each value. ``key`` and ``support`` are not used."""
         require_float(tensor, self)
         flat, meta, layout = flatten(tensor)
         shape = _frame(meta, layout)
@@ -60,7 +58,7 @@ class SixSigma(Codec):
         bins = 2**self.bits
         for part in _parts(shape, _CHUNK):
             wide = values[part].double().sub_(mean).div_(deviation).mul_(bins / 6).floor_().add_(bins // 2)
-            # No code matters where the deviation is zero or NaN: all decode to the mean, or to NaN.
+            # If the deviation is zero or NaN, every code decodes to the mean, or to NaN, so any code will do.
             codes[part] = wide.nan_to_num_(0.0).clamp_(0, bins - 1)
         return Packed(self, meta, (ops.pack_uints(codes.view(-1), 0, self.bits), statistics))
 
@@ -75,17 +73,17 @@ class SixSigma(Codec):
             mean, deviation = (s.double().view(1, -1, 1) for s in statistics)
             for part in _parts(shape, _CHUNK):
                 wide = codes[part].double().add_(0.5 - bins // 2).mul_(6 / bins).mul_(deviation).add_(mean)
-                values[part] = wide.clamp_(-largest, largest)  # the middle of the last bin may lie beyond its type
+                values[part] = wide.clamp_(-largest, largest)  # the middle of the last bin may overflow the type
         return out.as_strided(meta.shape, meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
-        """Codes, and eight bytes for each channel."""
+        """The codes, and eight bytes for each channel."""
         channels = _frame(meta, layout_of(meta.shape, meta.stride))[1]
         return -(-meta.numel * self.bits // 8) + (8 * channels if meta.numel else 0)
 
 
 def _frame(meta: TensorMeta, layout: Layout) -> tuple[int, int, int]:
-    """The tensor in memory as (outside the channels, channels, inside)."""
+    """The tensor in memory as three sizes: outside the channels, the channels, and inside them."""
     if len(meta.shape) < 2:
         raise ValueError(
             f"six_sigma needs channels in dimension 1; got a tensor of shape {tuple(meta.shape)}. Take GroupQuant"
@@ -100,7 +98,7 @@ def _frame(meta: TensorMeta, layout: Layout) -> tuple[int, int, int]:
 
 
 def _parts(shape: tuple[int, int, int], count: int) -> Iterator[tuple[slice, slice, slice]]:
-    """The frame in pieces of about ``count`` values, each with all channels."""
+    """Cut the frame into pieces of about ``count`` values, each with all channels."""
     outer, channels, inner = shape
     width = max(1, min(inner, count // channels))
     height = max(1, count // (channels * width)) if width == inner else 1
@@ -110,16 +108,17 @@ def _parts(shape: tuple[int, int, int], count: int) -> Iterator[tuple[slice, sli
 
 
 def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel, summed in float64, where no square overflows.
+    """Mean and deviation of each channel. Sums are in float64, where no square of a float32 overflows.
 
-    NaN or Inf in a channel make its deviation NaN: Inf minus the mean, which is Inf too, is NaN.
+    NaN or Inf in a channel makes its deviation NaN: if the mean is Inf, then Inf minus the mean is NaN.
     """
     shape = (values.shape[0], values.shape[1], values.shape[2])
     count = shape[0] * shape[2]
     total = values.new_zeros(shape[1], dtype=torch.float64)
     for part in _parts(shape, _SUMMED):
         total += values[part].double().sum((0, 2))
-    # From the rounded mean, which a channel of equal values equals: their deviation is then exactly zero.
+    # Deviations are taken from the rounded mean. If all values of a channel are equal, they are equal to that mean, and
+    # the deviation is exactly zero.
     mean = (total / count).float()
     total.zero_()
     centre = mean.double().view(1, -1, 1)

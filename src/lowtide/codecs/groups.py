@@ -1,0 +1,187 @@
+"""Random rounding in groups: each run of values has a range of its own.
+
+Both codecs here are unbiased: the mean of the decoded tensor over all keys is the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..kernels import ops
+from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require, require_float, require_positive
+
+BITS = tuple(range(1, 9))
+
+
+def require_levels(levels: tuple[float, ...] | None, bits: int) -> None:
+    """Raise unless ``levels`` are None or what ``bits`` bits can name."""
+    if levels is None:
+        return
+    if not 1 <= bits <= 4:
+        raise ValueError(f"levels go with 1 to 4 bits; got bits={bits}")
+    numbers = isinstance(levels, tuple) and all(isinstance(v, (int, float)) for v in levels)
+    if not numbers or len(levels) != 2**bits or (levels[0], levels[-1]) != (0, 1):
+        raise ValueError(f"levels must be a tuple of {2**bits} numbers from 0.0 to 1.0 with {bits} bits; got {levels}")
+    # Closer together they might be one in float32, and their distance has to be divided by.
+    if not all(b - a >= 2.0**-16 for a, b in pairwise(levels)):
+        raise ValueError(f"levels must rise by at least 2**-16 each; got {levels}")
+
+
+def steps_of(levels: tuple[float, ...] | None, bits: int, device: torch.device) -> Tensor | None:
+    """The levels in units of a group's step, or None if they are even."""
+    if levels is None:
+        return None
+    return torch.tensor([level * (2**bits - 1) for level in levels], dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class GroupQuant(Codec):
+    """Affine quantization of each run of ``group`` values, rounded at random.
+
+    A value is rounded up with a probability equal to its fraction of a step. So the decoded value is unbiased, and a
+    gradient that is linear in it is unbiased too. The error of a value is below one step of its group,
+    ``(max - low) / (2**bits - 1)``, and its variance is at most a quarter of the step's square. A constant group is
+    exact. A group with NaN or Inf decodes to NaN.
+
+    ``layout`` names the border that no group crosses. With ``"row"`` a group lies within the innermost dimension in
+    memory (the features of a token), with ``"sample"`` within one index of the outermost (the maps of an image). With
+    ``"flat"`` there is no border.
+
+    ``levels`` are the values that the codes stand for, as fractions of the group's range: 2**bits numbers from 0.0 to
+    1.0. They serve tensors that even levels do not fit (TinyScript, Fu et al. 2020). The variance of a value between
+    two levels is at most a quarter of the square of their distance.
+    """
+
+    id: ClassVar[str] = "group_quant"
+    bits: int = 2
+    group: int = 256
+    layout: str = "row"
+    levels: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        require(self.bits, BITS, "bits")
+        require_positive(self.group, "group")
+        require(self.layout, ("row", "sample", "flat"), "layout")
+        require_levels(self.levels, self.bits)
+
+    def __str__(self) -> str:
+        return f"{self.id}({self.bits} bits{', levels' if self.levels else ''})"
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Quantize each group. With ``support`` the range of a group covers its positive values only."""
+        return self._encode(tensor, key, support is not None, None)
+
+    def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
+        """Quantize each group. The kernel looks for positive values anyway, and writes their bits on the way."""
+        support = room_for_bits(tensor)
+        return self._encode(tensor, key, True, support), support
+
+    def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
+        require_float(tensor, self)
+        flat, meta, layout = flatten(tensor)
+        row = row_of(self.layout, layout, meta.numel)
+        levels = steps_of(self.levels, self.bits, tensor.device)
+        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, positive, levels, mask)
+        return Packed(self, meta, (codes, side))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """The level of each code. With ``support`` the zeros of a rectified tensor come back exactly."""
+        meta, (codes, side) = packed.meta, packed.buffers
+        row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
+        levels = steps_of(self.levels, self.bits, codes.device)
+        flat = ops.dequantize_groups(codes, side, meta.numel, row, self.group, self.bits, meta.dtype, support, levels)
+        return flat.as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """The codes take whole bytes in each group, and each group has four bytes beside them."""
+        row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
+        return quantized_nbytes(meta.numel, row, self.group, self.bits)
+
+
+def room_for_bits(tensor: Tensor) -> Tensor:
+    """Memory for one bit of each value."""
+    return torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
+
+
+def row_of(rule: str, layout: Layout, numel: int) -> int:
+    """How many values lie between two borders that no group crosses."""
+    if numel == 0 or not layout.sizes or rule == "flat":
+        return numel
+    return layout.sizes[-1] if rule == "row" else numel // layout.sizes[0]
+
+
+def quantized_nbytes(numel: int, row: int, group: int, bits: int) -> int:
+    """Bytes of the codes and the side words of ``numel`` values in rows of ``row``."""
+    if numel == 0:
+        return 0
+    return numel // row * (ops.row_bytes(row, group, bits) + 4 * ops.groups_in_row(row, group))
+
+
+@dataclass(frozen=True)
+class SampleQuant(Codec):
+    """Random rounding in groups, with a number of bits for each sample (level 3 of ActNN, Chen et al. 2021).
+
+    ``bits[n]`` is the number for sample ``n`` of dimension 0, which must be the outermost in memory. A sample has the
+    bytes that ``GroupQuant(bits[n], group, "sample")`` gives it with the same key, and one byte more for its number of
+    bits. Errors are those of ``GroupQuant``, and a group with NaN or Inf decodes to NaN here too.
+    """
+
+    id: ClassVar[str] = "sample_quant"
+    bits: tuple[int, ...]
+    group: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, tuple):
+            raise ValueError(f"bits must be a tuple with a number for each sample; got {self.bits!r}")
+        for bits in self.bits:
+            require(bits, BITS, "bits")
+        require_positive(self.group, "group")
+
+    def __str__(self) -> str:
+        return f"{self.id}({sum(self.bits) / max(1, len(self.bits)):.3g} bits on average)"
+
+    def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
+        """Quantize each group. With ``support`` the range of a group covers its positive values only."""
+        return self._encode(tensor, key, support is not None, None)
+
+    def encode_rectified(self, tensor: Tensor, *, key: int) -> tuple[Packed, Tensor]:
+        """Quantize each group. The kernel looks for positive values anyway, and writes their bits on the way."""
+        support = room_for_bits(tensor)
+        return self._encode(tensor, key, True, support), support
+
+    def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
+        require_float(tensor, self)
+        flat, meta, _ = flatten(tensor)
+        self._require_samples(meta)
+        bits = torch.tensor(self.bits, dtype=torch.uint8, device=tensor.device)
+        codes, side = ops.quantize_samples(flat, bits, self.group, key, positive, mask)
+        return Packed(self, meta, (codes, side, bits))
+
+    def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
+        """The level of each code. With ``support`` the zeros of a rectified tensor come back exactly."""
+        meta, (codes, side, bits) = packed.meta, packed.buffers
+        flat = ops.dequantize_samples(codes, side, bits, meta.numel, self.group, meta.dtype, support)
+        return flat.as_strided(meta.shape, meta.stride)
+
+    def packed_nbytes(self, meta: TensorMeta) -> int:
+        """The codes, four bytes for each group, and one byte for each sample."""
+        self._require_samples(meta)
+        row = meta.numel // max(1, len(self.bits))
+        return len(self.bits) + sum(quantized_nbytes(row, row, self.group, bits) for bits in self.bits)
+
+    def _require_samples(self, meta: TensorMeta) -> None:
+        if not meta.shape or meta.shape[0] != len(self.bits):
+            raise ValueError(
+                f"{self.id} has bits for {len(self.bits)} samples; got a tensor of shape {tuple(meta.shape)}, whose "
+                "dimension 0 has to be as large"
+            )
+        if meta.numel and layout_of(meta.shape, meta.stride).order[0] != 0:
+            raise ValueError(
+                f"{self.id} needs the samples (dimension 0) outermost in memory; got shape {tuple(meta.shape)} with "
+                f"strides {tuple(meta.stride)}. Make the tensor contiguous, or take GroupQuant"
+            )

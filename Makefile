@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
 
-.PHONY: demo test check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived clean
+.PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,14 +18,19 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: $(READY)
+lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint
 	$(BIN)/python -m pytest
 
 bench: $(READY)

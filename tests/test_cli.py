@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from dataclasses import replace
+import tempfile
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import torch
 import lowtide
 from lowtide import cli
 from lowtide.tools import demo, measure
+from lowtide.tools.malloc import can_tune
 
 MIB = 2**20
 
@@ -43,28 +48,141 @@ def test_doctor_names_versions_methods_and_kernels(capsys: pytest.CaptureFixture
     for operator in ("quantize_groups", "unpack_uints"):
         assert f"  {operator}: " in text
     assert "not compiled yet" not in text
+    assert "served by the reference" not in text
+    assert "tune_cpu_allocator() " in text
 
 
-def test_doctor_reports_a_method_that_fails(
+def test_doctor_names_the_cure_for_slow_kernels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_try", lambda method: "ok")
+    for reason, cure in (
+        ("LOWTIDE_KERNELS=reference", "Unset LOWTIDE_KERNELS"),
+        ("ModuleNotFoundError: No module named 'numba'", "pip install numba"),
+        ("TypingError: cannot compile", "pip install --upgrade numba"),
+    ):
+        monkeypatch.setattr(cli.kernels, "status", lambda reason=reason: {"a": "numba", "b": f"reference: {reason}"})
+        assert cli.main(["doctor"]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert "1 of 2 are served by the reference" in last
+        assert cure in last
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_doctor_reports_a_method_that_fails(
+    debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(method: str) -> str:
         raise RuntimeError(f"{method} is broken")
 
     monkeypatch.setattr(cli, "_try", fail)
-    assert cli.main(["doctor"]) == 1
-    assert "pool: failed: RuntimeError: pool is broken" in capsys.readouterr().out
+    assert cli.main(["doctor", *["--debug"] * debug]) == 1
+    out, err = capsys.readouterr()
+    assert "pool: failed: RuntimeError: pool is broken" in out
+    assert ("in fail" in err) == debug
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [[], ["demo", "--steps", "0"], ["demo", "--batch", "x"], ["demo", "--json", "no/such/folder/x"]],
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: command"),
+        (["demo", "--steps", "0"], "expected a whole number of at least 1; got '0'"),
+        (["demo", "--batch", "x"], "expected a whole number of at least 1; got 'x'"),
+        (["demo", "--json", "no/such/folder/x"], "expected a file in a folder that exists; got 'no/such/folder/x'"),
+        (["demo", "--json", "."], "expected a file in a folder that exists; got '.'"),
+        (["check", "train"], "expected MODULE:FUNCTION, such as train:build; got 'train'"),
+        (["check", "no_such_module:build"], "cannot import 'no_such_module': No module named 'no_such_module'"),
+        (["check", "test_cli:no_such"], "test_cli has no function 'no_such'"),
+    ],
 )
-def test_wrong_arguments_end_with_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_end_with_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert end.value.code == 2
-    assert "usage: lowtide" in capsys.readouterr().err
+    usage, *_, last = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: lowtide")
+    assert last.endswith(message)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_demo_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "demo.json"
+    monkeypatch.setattr(os, "access", lambda place, mode: place not in (tmp_path, path))  # root may write anywhere
+    for _ in range(2):  # to the folder at first, to the file itself then
+        with pytest.raises(SystemExit) as end:
+            cli.main(["demo", "--json", str(path)])
+        assert end.value.code == 2
+        assert "expected a file that can be written" in capsys.readouterr().err
+        path.touch()
+
+
+def build_badly() -> None:
+    print("a line of the user's")
+    raise ValueError("the data are missing\nsecond line")
+
+
+def build_too_much() -> tuple[torch.nn.Module, int, None, int]:
+    return torch.nn.Linear(1, 1), 1, None, 4
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_error_is_one_line_and_debug_shows_the_traceback(debug: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "test_cli:build_badly", *["--debug"] * debug]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, *more = err.splitlines()
+    assert first == "a line of the user's"
+    assert more[-1].startswith("lowtide check: ValueError: the data are missing")
+    assert ("in build_badly" in err) == debug
+    if not debug:
+        assert len(more) == 1
+        assert "--debug" in more[0]
+
+
+def test_a_refusal_needs_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "test_cli:build_too_much"]) == 2
+    assert capsys.readouterr().err == (
+        "lowtide check: the function must return (model, batch) or (model, batch, loss_fn); got a tuple of 4\n"
+    )
+
+
+def test_what_a_module_prints_stays_out_of_the_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prints_when_imported.py").write_text(
+        "import torch\n"
+        "print('a banner')\n"
+        "def build():\n"
+        "    return torch.nn.Linear(8, 8), torch.randn(16, 8), lambda model, x: model(x).square().mean()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cli.main(["check", "prints_when_imported:build", "--method", "lossless", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["method"].startswith("lossless")
+    assert "a banner" in err
+
+
+def test_an_interrupt_ends_with_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupt)
+    assert cli.main(["demo"]) == 130
+
+
+def test_a_child_that_failed_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*given: object) -> None:
+        raise measure.ChildError("demo:train failed in a child process:\nTraceback\n  a line\nMemoryError: full")
+
+    monkeypatch.setattr(demo, "run", fail)
+    assert cli.main(["demo"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lowtide demo: demo:train failed in a child process: MemoryError: full (--debug")
 
 
 @pytest.mark.parametrize("package", ["rich.console", "sklearn.datasets"])
@@ -73,7 +191,8 @@ def test_demo_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     assert cli.main(["demo"]) == 2
-    assert "pip install lowtide[demo]" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install lowtide[demo]" in line
 
 
 def test_demo_runs_end_to_end(tmp_path: Path) -> None:
@@ -92,7 +211,9 @@ def test_demo_runs_end_to_end(tmp_path: Path) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     assert done.stdout.rstrip().endswith(content["conclusion"])
     rows = {row.pop("method"): row for row in content["rows"]}
-    assert list(rows) == ["exact", "division", "actnn", "pool"]
+    assert list(rows) == ["exact", "auto", "division", "actnn", "pool"]
+    assert all(row["allocator"] == ("tuned" if can_tune() else "default") for row in rows.values())
+    assert content["settings"]["measured"] in done.stdout
     exact = rows.pop("exact")
     assert exact["stored_nbytes"] == exact["plain_nbytes"]
     assert exact["peak_nbytes"] >= 0.9 * exact["plain_nbytes"]
@@ -108,7 +229,7 @@ def test_demo_runs_end_to_end(tmp_path: Path) -> None:
     assert "the slow reference kernels served" in content["conclusion"]
 
 
-EXACT = demo.Row("exact", 0.98, 2.3, 0.1, 100 * MIB, 100 * MIB, 120 * MIB, 0.100, 0.098, 0.102, 1.0, "none")
+EXACT = demo.Row("exact", 0.98, 2.3, 0.1, 100 * MIB, 100 * MIB, 120 * MIB, 0.100, 0.098, 0.102, 1.0, "none", "tuned")
 DIVISION = replace(
     EXACT, method="division", accuracy=0.975, stored_nbytes=10 * MIB, peak_nbytes=40 * MIB, kernels="numba"
 )
@@ -137,6 +258,60 @@ def test_conclusion_admits_noise_bad_accuracy_and_slow_kernels() -> None:
     assert "no method came within a point of the exact accuracy" in text
     assert "other jobs shared the cores" in text
     assert text.endswith("the slow reference kernels served (No module named numba).")
+
+
+def test_the_table_names_the_setting_of_each_measurement() -> None:
+    line = demo.setting([EXACT, DIVISION])
+    assert "[1] above weights, optimizer and data, in another process" in line
+    assert "[2] median, each method in its own process with lowtide.tune_cpu_allocator()" in line
+    line = demo.setting([EXACT, replace(DIVISION, allocator="default")])
+    assert "tune_cpu_allocator" not in line
+    assert "allocator as it is" in line
+
+
+def test_times_leave_out_the_warm_up_and_the_first_step_of_a_turn() -> None:
+    # Turns of five steps begin at 0, 5 and 10; the first two steps warm up.
+    assert demo.timed_steps(list(range(12))) == [2, 3, 4, 6, 7, 8, 9, 11]
+    assert demo.timed_steps([7.0, 8.0]) == [8.0]
+
+
+def test_methods_take_turns_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method has its turn in each round, and peaks are measured when the processes of the trainings are gone."""
+    told: list[str] = []
+    running: set[str] = set()
+
+    class Recorder:
+        def __init__(self, function: str, argument: dict[str, Any], *, exact_rss: bool) -> None:
+            assert not exact_rss
+            self.method, self.left = argument["method"], argument["steps"]
+            self.result: dict[str, Any] | None = None
+
+        def __enter__(self) -> Recorder:
+            running.add(self.method)
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            running.remove(self.method)
+
+        def resume(self) -> dict[str, int] | None:
+            assert len(running) == len(demo.METHODS)
+            self.left -= 1
+            if self.left >= 0:
+                return {"step": 1}
+            self.result = {k: v for k, v in asdict(EXACT).items() if k not in ("method", "peak_nbytes")}
+            return None
+
+    def peaks(function: str, argument: dict[str, Any], *, exact_rss: bool, on_event: Any) -> dict[str, int]:
+        assert exact_rss
+        assert not running
+        return dict.fromkeys(demo.METHODS, 3)
+
+    monkeypatch.setattr(demo, "Child", Recorder)
+    monkeypatch.setattr(demo, "run_child", peaks)
+    monkeypatch.setattr(demo, "_digits", lambda: {})
+    rows = demo.compare(7, 16, told.append)
+    assert told == [m for m in demo.METHODS for _ in range(5)] + [m for m in demo.METHODS for _ in range(2)]
+    assert [(row.method, row.peak_nbytes) for row in rows] == [(m, 3) for m in demo.METHODS]
 
 
 # ---------------------------------------------------------------- the meter
@@ -174,8 +349,10 @@ def test_tensor_peak_counts_what_lives_at_once() -> None:
 
 CHILD = """
 import os
+import time
+from pathlib import Path
 import torch
-from lowtide.tools.measure import peak_above
+from lowtide.tools.measure import peak_above, run_child
 
 def small_blocks(argument, emit):
     def run():
@@ -193,6 +370,19 @@ def talk(argument, emit):
 
 def fail(argument, emit):
     raise ValueError("broken on purpose")
+
+def stay(argument, emit):
+    emit({"pid": os.getpid()})
+    time.sleep(600)
+
+def count(argument, emit):
+    for i in range(argument["events"]):
+        emit({"i": i, "pid": os.getpid()})
+        Path(argument["path"]).write_text(str(i))
+    return {"done": True}
+
+def run_stay(argument, emit):
+    run_child("child_of_test:stay", {}, exact_rss=False, on_event=emit)
 
 def die(argument, emit):
     emit({"alive": True})
@@ -236,3 +426,123 @@ def test_child_failure_carries_its_traceback(child: str) -> None:
 def test_child_death_carries_its_code_and_last_words(child: str) -> None:
     with pytest.raises(measure.ChildError, match=r"(?s)ended with code 3.*last words"):
         measure.run_child(f"{child}:die", {}, exact_rss=False)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def ends_soon(pid: int, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+def open_files() -> set[str]:
+    return {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+
+
+@needs_proc
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_an_exception_in_the_parent_ends_the_child_and_leaves_nothing(
+    child: str, kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    found: list[int] = []
+
+    def stop(event: dict[str, Any]) -> None:
+        found.append(event["pid"])
+        assert is_running(event["pid"])
+        raise kind
+
+    before = open_files()
+    with pytest.raises(kind):
+        measure.run_child(f"{child}:stay", {}, exact_rss=False, on_event=stop)
+    assert not is_running(found[0])
+    assert not Path(f"/proc/{found[0]}").exists()  # not even a zombie
+    assert not list(folder.iterdir())
+    assert open_files() <= before
+
+
+@needs_proc
+def test_an_interrupt_while_waiting_ends_the_child(child: str) -> None:
+    """Control-C reaches the parent as a signal while it waits for the child's next line."""
+    with measure.Child(f"{child}:run_stay", {}, exact_rss=False) as parent:
+        event = parent.resume()
+        assert event is not None
+        pid = event["pid"]
+        assert is_running(pid)
+        assert parent._process.stdin is not None
+        parent._process.stdin.write("\n")  # it goes on, and waits for a child that sleeps
+        parent._process.stdin.flush()
+        time.sleep(0.5)
+        parent._process.send_signal(signal.SIGINT)
+        assert ends_soon(pid)
+        assert parent._process.wait(20) != 0
+
+
+@needs_proc
+def test_a_child_ends_by_itself_when_its_parent_is_killed(child: str, tmp_path: Path) -> None:
+    argument = {"events": 1000, "path": str(tmp_path / "last")}
+    code = f"import sys; sys.path[:0] = {sys.path!r}\nfrom lowtide.tools import measure\n" + (
+        f"with measure.Child('{child}:count', {argument!r}, exact_rss=False) as child:\n"
+        "    print(child.resume()['pid'], flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+        parent.kill()
+    assert ends_soon(pid)
+    assert not (tmp_path / "last").exists()
+
+
+def test_children_pause_until_they_are_resumed(child: str, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    with contextlib.ExitStack() as stack:
+        a, b = (
+            stack.enter_context(
+                measure.Child(f"{child}:count", {"events": 2, "path": str(path)}, exact_rss=False)
+            )
+            for path in paths
+        )  # fmt: skip
+        for i in range(2):
+            for one in (a, b):
+                event = one.resume()
+                assert event is not None
+                assert event["i"] == i
+            assert [path.exists() and path.read_text() for path in paths] == [str(i - 1) if i else False] * 2
+            assert (a.result, b.result) == (None, None)
+        assert (a.resume(), a.result) == (None, {"done": True})
+        assert paths[0].read_text() == "1"
+        assert paths[1].read_text() == "0"
+
+
+def test_a_process_that_cannot_start_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **more: object) -> None:
+        raise OSError("no more processes")
+
+    opened: list[Any] = []
+    real = tempfile.TemporaryFile
+
+    def remember(*given: Any, **more: Any) -> Any:
+        opened.append(real(*given, **more))
+        return opened[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryFile", remember)
+    with pytest.raises(OSError, match="no more processes"):
+        measure.run_child("any:thing", {}, exact_rss=False)
+    assert [file.closed for file in opened] == [True]

@@ -478,18 +478,38 @@ def test_masks_and_integers_in_threads(threads: int) -> None:
 
 
 def test_every_operator_is_compiled() -> None:
-    """Without this, all tests above would pass on a machine where nothing compiles."""
+    """Without this, all tests above would pass on a machine where nothing compiles.
+
+    The calls made here are counted, because the status of an operator may come from a test that ran before.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    called = set()
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            namespace, _, name = function._schema.name.partition("::")
+            if namespace == "lowtide":
+                called.add(name)
+            return function(*args, **(kwargs or {}))
+
     x = sample(16, torch.float32)
-    ops.dequantize_groups(*ops.quantize_groups(x, 16, 8, 2, 0, False), 16, 16, 8, 2, torch.float32, None)
-    parts = ops.quantize_blocks(x, (1, 1, 4, 4, 1), 2, 16, 8, 2, 0, False)
-    ops.dequantize_blocks(*parts, (1, 1, 4, 4, 1), 2, 16, 8, 2, torch.float32, None)
-    ops.spread_blocks(ops.block_means(x, (1, 1, 4, 4, 1), 2, x.dtype), (1, 1, 4, 4, 1), 2, x.dtype)
     bits = torch.tensor([2, 3], dtype=torch.uint8)
-    ops.dequantize_samples(*ops.quantize_samples(x, bits, 8, 0, False), bits, 16, 8, torch.float32, None)
-    ops.range_energy(x, 16, 8, False)
-    ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)
-    ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), 16, torch.float32, 1.0, 0.0)
-    ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)
+    starts, taps = torch.tensor([0, 4]), torch.arange(4)
+    with Calls():
+        ops.dequantize_groups(*ops.quantize_groups(x, 16, 8, 2, 0, False), 16, 16, 8, 2, torch.float32, None)
+        parts = ops.quantize_blocks(x, (1, 1, 4, 4, 1), 2, 16, 8, 2, 0, False)
+        ops.dequantize_blocks(*parts, (1, 1, 4, 4, 1), 2, 16, 8, 2, torch.float32, None)
+        ops.spread_blocks(ops.block_means(x, (1, 1, 4, 4, 1), 2, x.dtype), (1, 1, 4, 4, 1), 2, x.dtype)
+        ops.dequantize_samples(*ops.quantize_samples(x, bits, 8, 0, False), bits, 16, 8, torch.float32, None)
+        ops.range_energy(x, 16, 8, False)
+        ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)
+        ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), 16, torch.float32, 1.0, 0.0)
+        ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)
+        packed, none = ops.pack_taps(torch.tensor([1, 3, 4, 6]), starts, 2, taps, 8, 2)
+        ops.unpack_taps(packed, 4, starts, 2, taps, 2)
+    assert int(none) == 0
+    assert called == set(ops.SCHEMAS), "call a new operator here"
     assert kernels.status() == dict.fromkeys(ops.SCHEMAS, "numba")
 
 

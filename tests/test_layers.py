@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import conftest
 import lowtide
 
 ROOT = Path(lowtide.__file__).parent
@@ -109,8 +113,110 @@ def test_private_torch_names_live_in_capture():
             assert not private.search(path.read_text()), path
 
 
-def test_public_names_are_listed_and_exist():
-    assert all(hasattr(lowtide, name) for name in lowtide.__all__)
+# The one module that users reach through the package. All others are implementation: Python binds them to the package
+# when something imports them, and their names promise nothing.
+PUBLIC_MODULES = {"codecs"}
+
+
+def undocumented(names, namespace):
+    """Names that do not exist in the namespace, or that exist without a docstring of their own."""
+    found = []
+    for name in names:
+        value = getattr(namespace, name, None)
+        text = (vars(value).get("__doc__") if isinstance(value, type) else getattr(value, "__doc__", None)) or ""
+        generated = text.startswith(f"{name}(")  # by @dataclass
+        if value is None or not text.strip() or generated:
+            found.append(name)
+    return found
+
+
+def misplaced(names, namespace):
+    """Public names that are bound but not listed, or listed but not bound; modules count only if they are public."""
+    bound = {
+        name
+        for name, value in vars(namespace).items()
+        if not name.startswith("_") and (not isinstance(value, ModuleType) or name in PUBLIC_MODULES)
+    }
+    return bound ^ (set(names) - {"__version__"})
+
+
+def test_public_names_are_those_that_are_bound():
+    assert lowtide.__all__ == sorted(set(lowtide.__all__))
+    assert not misplaced(lowtide.__all__, lowtide)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", lowtide.__version__)
+
+
+def test_public_names_are_documented():
+    assert not undocumented(set(lowtide.__all__) - {"__version__"}, lowtide)
+    assert not undocumented(set(lowtide.codecs.__all__), lowtide.codecs)
+
+
+def test_no_module_has_the_name_of_something_public():
+    """Importing ``lowtide.check``, were it a module, would replace the function of that name."""
+    modules = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert modules & set(lowtide.__all__) == PUBLIC_MODULES
+
+
+def test_the_test_of_public_names_sees_what_is_wrong():
+    @dataclass
+    class Bare:
+        x: int
+
+    class Documented:
+        """Says what it is."""
+
+    class Heir(Documented):
+        pass
+
+    def helper():
+        pass
+
+    names = {"Bare": Bare, "Documented": Documented, "Heir": Heir, "helper": helper, "re": re, "_hidden": helper}
+    namespace = SimpleNamespace(**names)
+    assert undocumented(["Bare", "Documented", "Heir", "helper", "absent"], namespace) == [
+        *("Bare", "Heir", "helper", "absent"),
+    ]
+    assert misplaced(["Bare", "Documented", "absent", "__version__"], namespace) == {"Heir", "helper", "absent"}
+
+
+def names_in(page):
+    """Dotted names below ``lowtide`` in the code of a page, in fences and in line."""
+    code = re.findall(r"```.*?```|`[^`\n]+`", page, re.DOTALL)
+    return {name for text in code for name in re.findall(r"\blowtide((?:\.[A-Za-z_]\w*)+)", text)}
+
+
+def exists(dotted):
+    """Whether a dotted name below ``lowtide`` is an attribute, or a module with perhaps an attribute in it."""
+    try:
+        pkgutil.resolve_name(f"lowtide{dotted}")
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "page", [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_pages_name_what_exists(page):
+    text = page.read_text(encoding="utf-8")
+    planned = set(re.findall(r"`lowtide(\.\w+)`[^:\n]*: not there", text))  # which the page itself says
+    assert {name for name in names_in(text) if not exists(name)} == planned
+
+
+def test_the_test_of_pages_sees_names_in_code():
+    page = "`lowtide.attach(model)` and lowtide.prose\n```python\nx = lowtide.codecs.NoSuch()\n```\n`lowtide.absent`"
+    assert names_in(page) == {".attach", ".codecs.NoSuch", ".absent"}
+    assert [exists(name) for name in (".attach", ".codecs.Raw", ".tools.measure", ".codecs.NoSuch", ".absent")] == [
+        *(True, True, True, False, False),
+    ]
+    assert names_in((REPO / "README.md").read_text(encoding="utf-8")) >= {".compress", ".attach", ".check"}
+
+
+def test_slow_tests_are_tests_that_exist():
+    for place in conftest.SLOW:
+        name, _, function = place.partition("::")
+        text = (REPO / "tests" / name).read_text(encoding="utf-8")
+        assert f"def {function}(" in text, f"tests/conftest.py lists {place}, which does not exist"
 
 
 def test_docs_name_files_that_exist():

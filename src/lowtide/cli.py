@@ -1,4 +1,4 @@
-"""The ``lowtide`` command: arguments in, calls to the library, text out."""
+"""The ``lowtide`` command: it reads arguments, calls the library and prints what that returns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import argparse
 import ast
 import contextlib
 import importlib
+import os
 import platform
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -26,43 +28,61 @@ from .tools.measure import ChildError
 from .verify.check import check, default_loss
 
 
+class _RefusedError(Exception):
+    """What was asked cannot be done; the message says why, and what to do."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if it did what was asked, 1 if something failed or is unsafe, 2 if it cannot be done."""
+    """Run the command and return its exit code.
+
+    The code is 0 if all is well, 1 if the answer is bad (unsafe gradients, a method that fails in ``doctor``), 2 if
+    there is no answer because of an error, and 130 after an interrupt. An error is one line on standard error;
+    ``--debug`` adds the traceback.
+    """
     arguments = _parser().parse_args(argv)
-    if arguments.command == "methods":
-        print(*methods().values(), sep="\n")
-        return 0
-    if arguments.command == "doctor":
-        return _doctor()
-    if arguments.command == "check":
-        return _check(arguments)
+    run: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        demo.run(arguments.steps, arguments.batch, arguments.json)
-    except demo.MissingError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ChildError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return run(arguments)
     except KeyboardInterrupt:
         return 130
-    return 0
+    except Exception as error:
+        if arguments.debug:
+            traceback.print_exc()
+        print(f"lowtide {arguments.command}: {_in_one_line(error, arguments.debug)}", file=sys.stderr)
+        return 2
+
+
+def _in_one_line(error: Exception, debug: bool) -> str:
+    first, *more = str(error).splitlines() or [""]
+    if isinstance(error, (_RefusedError, demo.MissingError)):
+        return first
+    # The last line of a child's traceback is that of the exception.
+    text = " ".join((first, *more[-1:])) if isinstance(error, ChildError) else f"{type(error).__name__}: {first}"
+    return text if debug else f"{text} (--debug shows the traceback; lowtide doctor shows what works here)"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lowtide", description="Train with compressed activations.")
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    show = commands.add_parser("demo", help="train a small network exactly and compressed, side by side")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text.capitalize() + ".", parents=[common])
+        command.set_defaults(run=run, refuse=command.error)
+        return command
+
+    show = add("demo", _demo, "train a small network exactly and compressed, side by side")
     show.add_argument("--steps", type=_positive, default=demo.STEPS, help="training steps (%(default)s)")
     show.add_argument("--batch", type=_positive, default=demo.BATCH, help="images in a step (%(default)s)")
     show.add_argument("--json", type=_writable, metavar="PATH", help="also write all numbers to this file")
-    commands.add_parser("doctor", help="tell what serves here, and try every method")
-    commands.add_parser("methods", help="list the methods and their options")
-    judge = commands.add_parser("check", help="compare compressed gradients of your model with exact ones")
+    add("doctor", _doctor, "tell what serves here, and try every method")
+    add("methods", _methods, "list the methods and their options")
+    judge = add("check", _check, "compare compressed gradients of your model with exact ones")
     judge.add_argument(
         "function",
-        type=_function,
+        type=_module_and_function,
         metavar="MODULE:FUNCTION",
         help="called without arguments; returns (model, batch) or (model, batch, loss_fn)",
     )
@@ -75,19 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _function(text: str) -> Callable[[], Any]:
+def _module_and_function(text: str) -> tuple[str, str]:
     module, _, name = text.partition(":")
     if not module or not name:
         raise argparse.ArgumentTypeError(f"expected MODULE:FUNCTION, such as train:build; got {text!r}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as python -m has it; the installed command does not
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        raise argparse.ArgumentTypeError(f"cannot import {module!r}: {error}") from error
-    if not callable(found):
-        raise argparse.ArgumentTypeError(f"{module} has no function {name!r}")
-    return found  # type: ignore[no-any-return]
+    return module, name
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -116,9 +128,22 @@ def _positive(text: str) -> int:
 
 def _writable(text: str) -> Path:
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists; got {text!r}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written; {text!r} cannot")
     return path
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    demo.run(arguments.steps, arguments.batch, arguments.json)
+    return 0
+
+
+def _methods(arguments: argparse.Namespace) -> int:
+    print(*methods().values(), sep="\n")
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -126,27 +151,41 @@ def _check(arguments: argparse.Namespace) -> int:
     try:
         method: Method = resolve(arguments.method, dict(arguments.set))
     except (TypeError, ValueError) as error:
-        print(f"lowtide check: {error}", file=sys.stderr)
-        return 2
+        raise _RefusedError(str(error)) from error
     with contextlib.redirect_stdout(sys.stderr):
-        given = arguments.function()
+        given = _function(arguments)()
         if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
-            print("lowtide check: the function must return (model, batch) or (model, batch, loss_fn)", file=sys.stderr)
-            return 2
+            kind = f"a tuple of {len(given)}" if isinstance(given, tuple) else type(given).__name__
+            raise _RefusedError(f"the function must return (model, batch) or (model, batch, loss_fn); got {kind}")
         model, batch, loss_fn = given if len(given) == 3 else (*given, None)
         if loss_fn is None:
             try:
                 loss_fn = default_loss(batch)
             except TypeError as error:
-                print(f"lowtide check: {error}", file=sys.stderr)
-                return 2
+                raise _RefusedError(str(error)) from error
         result = check(model, batch, loss_fn, method, seeds=arguments.seeds)
     print(result.to_json() if arguments.json else result)
     return 0 if result.ok else 1
 
 
-def _doctor() -> int:
-    """Versions, abilities, a tiny step with each method, and the kernels that served it."""
+def _function(arguments: argparse.Namespace) -> Callable[[], Any]:
+    """The user's function; a module or function that does not exist is a wrong argument."""
+    module, name = arguments.function
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as python -m has it; the installed command does not
+    try:
+        found: Any = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if arguments.debug:
+            traceback.print_exc()
+        arguments.refuse(f"cannot import {module!r}: {error}")
+    if not callable(found):
+        arguments.refuse(f"{module} has no function {name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Print versions, abilities, a tiny step with each method, and the kernels that served it."""
     print(f"lowtide {__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(f"torch {torch.__version__} with {torch.get_num_threads()} threads")
     for package in ("numpy", "numba"):
@@ -163,6 +202,8 @@ def _doctor() -> int:
         ),
     ):
         print(f"  {'yes' if able else 'no ':3}  {yes if able else no}")
+    if not abilities.slots:
+        print("  Install torch 2.6 or newer, or report this version of torch.")
     print("\nOne tiny step with each method")
     healthy = abilities.slots
     for name in methods():
@@ -171,17 +212,32 @@ def _doctor() -> int:
         except Exception as error:  # a doctor reports what it finds and goes on
             healthy = False
             print(f"  {name}: failed: {type(error).__name__}: {error}")
+            if arguments.debug:
+                traceback.print_exc()
     print("\nCPU allocator")
     print(
         "  glibc: lowtide.tune_cpu_allocator() keeps freed memory and saves page faults"
         if can_tune()
-        else "  not glibc: lowtide.tune_cpu_allocator() has no effect"
+        else "  not glibc's: lowtide.tune_cpu_allocator() has no effect"
     )
     kernels.prepare()
     print("\nKernels on the CPU")
-    for operator, served in kernels.status().items():
+    status = kernels.status()
+    for operator, served in status.items():
         print(f"  {operator}: {served}")
+    slow = [served for served in status.values() if served.startswith("reference")]
+    if slow:
+        print(f"  {len(slow)} of {len(status)} are served by the reference, right but slow. {_cure(slow[0])}")
     return 0 if healthy else 1
+
+
+def _cure(served: str) -> str:
+    """What to do about an operator that the reference serves for this reason."""
+    if "LOWTIDE_KERNELS" in served:
+        return "Unset LOWTIDE_KERNELS to use the compiled kernels."
+    if "ModuleNotFoundError" in served:
+        return "Install Numba: pip install numba"
+    return "Update Numba: pip install --upgrade numba"
 
 
 def _version(package: str) -> str:

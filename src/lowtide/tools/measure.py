@@ -1,14 +1,14 @@
-"""Peak memory of a step on the CPU, measured honestly: in a child process, apart from the timing.
+"""Work in child processes, and honest peak memory of a step on the CPU.
 
-By default glibc keeps freed blocks of up to some 32 MB, so a process does not shrink when tensors go,
-and the peak it reports is 4 to 33 % too high and wobbles. With the settings in ``EXACT_RSS`` each larger
-block is mapped and given back on its own; the peak then equals the live bytes to about 1 MiB, but a step
-takes twice as long. They act only if set before a process starts. Hence a child, and hence two: never
-take time and exact memory in the same run.
+By default glibc keeps freed blocks of up to some 32 MB, so a process does not shrink when tensors go, and the peak that
+it reports is 4 to 33 % too high and varies. With the settings in ``EXACT_RSS`` each larger block is mapped and given
+back on its own. The peak then equals the live bytes to about 1 MiB, but a step takes twice as long. The settings act
+only if they are set before a process starts. So memory is measured in a child process, and time in another one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -37,56 +37,97 @@ class ChildError(RuntimeError):
     """A child process failed; the message holds its traceback, or the end of what it wrote."""
 
 
+class Child:
+    """A function that runs in a new process and pauses at each event, until :meth:`resume` lets it go on.
+
+    The function ("module:name") takes ``argument`` and ``emit``; ``emit(event)`` reports an event and returns when the
+    parent asks for the next one. Argument, events and result are dicts that JSON can carry. The child finds the same
+    modules as this process and writes its standard output to standard error. With ``exact_rss`` memory is exact and
+    time is not; without, the reverse.
+
+    The process lives within the ``with`` block only: whatever ends the block also ends the process. If this process is
+    killed, the child ends at its next event.
+    """
+
+    def __init__(self, function: str, argument: dict[str, Any], *, exact_rss: bool) -> None:
+        self.function = function
+        self.result: dict[str, Any] | None = None
+        """What the function returned, once :meth:`resume` has returned None."""
+        self._next_line = json.dumps(argument) + "\n"  # what the child waits for: first its argument, then its turn
+        self._exact_rss = exact_rss
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Child:
+        with contextlib.ExitStack() as opened:
+            self._errors = opened.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lowtide.tools.measure", self.function],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=_environment(self._exact_rss),
+                encoding="utf-8",
+            )
+            opened.callback(self._end)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    def resume(self) -> dict[str, Any] | None:
+        """Let the child run to its next event, and return that; None if the function returned instead.
+
+        Raises :class:`ChildError` if the child fails. Children run at the same time if all were entered before the
+        first is resumed, but each only up to where it reads its argument.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # a child that died is described below
+            self._process.stdin.write(self._next_line)
+            self._process.stdin.flush()
+        self._next_line = "\n"
+        message: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
+        if "event" in message:
+            event: dict[str, Any] = message["event"]
+            return event
+        code = self._process.wait()
+        self._errors.seek(0)
+        text = self._errors.read()
+        if "result" not in message:
+            reason = message.get("error") or f"it ended with code {code}\n{text[-4000:]}"
+            raise ChildError(f"{self.function} failed in a child process:\n{reason.rstrip()}")
+        sys.stderr.write(text)
+        self.result = message["result"]
+        return None
+
+    def _end(self) -> None:
+        """Kill the process if it still runs, and release its pipes."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # what the child did not read is of no use any more
+                if pipe is not None:
+                    pipe.close()
+
+
 def run_child(
     function: str,
     argument: dict[str, Any],
     *,
     exact_rss: bool,
-    on_event: Emit | None = None,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Call ``function`` ("module:name") with ``argument`` in a new process; return what it returns.
+    """Call ``function`` with ``argument`` in a new process (see :class:`Child`); return what it returns.
 
-    The function takes the argument and ``emit``; each ``emit(event)`` reaches ``on_event`` here at once.
-    Argument, events and result are dicts that JSON can carry. The child finds the same modules as this
-    process and writes its standard output to standard error. With ``exact_rss`` memory is exact and time
-    is not; without, the reverse. Raises :class:`ChildError` if the child fails.
+    ``on_event`` hears each event at once; the child waits until it has returned.
     """
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8") as given,
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as written,
-    ):
-        json.dump(argument, given)
-        given.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lowtide.tools.measure", function],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=written,
-            env=_environment(exact_rss),
-            encoding="utf-8",
-        )
-        last: dict[str, Any] = {}
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                last = json.loads(line)
-                if "event" in last and on_event is not None:
-                    on_event(last["event"])
-            process.wait()
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-        written.seek(0)
-        text = written.read()
-    if "result" not in last:
-        reason = last.get("error") or f"it ended with code {process.returncode}\n{text[-4000:]}"
-        raise ChildError(f"{function} failed in a child process:\n{reason.rstrip()}")
-    sys.stderr.write(text)
-    result: dict[str, Any] = last["result"]
-    return result
+    with Child(function, argument, exact_rss=exact_rss) as child:
+        while (event := child.resume()) is not None:
+            if on_event is not None:
+                on_event(event)
+    assert child.result is not None
+    return child.result
 
 
 def _environment(exact_rss: bool) -> dict[str, str]:
@@ -98,12 +139,12 @@ def _environment(exact_rss: bool) -> dict[str, str]:
 
 
 def peak_above(run: Callable[[], object]) -> int:
-    """Bytes by which memory rose above its present level while ``run`` was running.
+    """Return the bytes by which memory rose above its present level while ``run`` was running.
 
-    Resident memory of the whole process where ``/proc`` exists (Linux): the peak is reset, so earlier
-    peaks do not count. Exact to about 1 MiB in a child of :func:`run_child` with ``exact_rss``, too high
-    or too low elsewhere. Call ``run`` once before, or one-time costs such as compilation count too.
-    On other systems the peak of torch's own CPU allocations, from ``torch.profiler``.
+    Where ``/proc`` exists (Linux) this is resident memory of the whole process. The peak is reset first, so earlier
+    peaks do not count. It is exact to about 1 MiB in a child with ``exact_rss``, and too high or too low elsewhere.
+    Call ``run`` once before, or one-time costs such as compilation count too. On other systems it is the peak of
+    torch's own CPU allocations, from ``torch.profiler``.
     """
     gc.collect()
     try:
@@ -135,7 +176,8 @@ def _tensor_peak(run: Callable[[], object]) -> int:
     return peak
 
 
-def _child() -> int:
+def _serve(function: str) -> int:
+    """Be the child: read the argument, call the function, write events and result as lines of JSON."""
     # Whatever the function prints must not mix with the lines for the parent.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -144,10 +186,15 @@ def _child() -> int:
         channel.write(json.dumps(message) + "\n")
         channel.flush()
 
+    def emit(event: dict[str, Any]) -> None:
+        send(event=event)
+        if not sys.stdin.readline():
+            os._exit(1)  # the parent is gone, and nobody waits for the rest
+
     try:
-        module, _, name = sys.argv[1].partition(":")
-        function = getattr(importlib.import_module(module), name)
-        send(result=function(json.load(sys.stdin), lambda event: send(event=event)))
+        module, _, name = function.partition(":")
+        argument = json.loads(sys.stdin.readline())
+        send(result=getattr(importlib.import_module(module), name)(argument, emit))
     except Exception:  # told to the parent whole, whatever it is
         send(error=traceback.format_exc())
         return 1
@@ -155,4 +202,4 @@ def _child() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_child())
+    sys.exit(_serve(sys.argv[1]))

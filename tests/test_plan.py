@@ -442,3 +442,31 @@ def test_methods_can_be_given_as_typed_values():
         lowtide.Auto(bits=0)
     for kind in (*lowtide.policy.methods._NAMED.values(),):
         assert getattr(lowtide, kind.__name__) is kind
+
+
+# ---------------------------------------------------------------- reports by module
+
+
+def test_sums_by_module_are_those_of_the_rows():
+    model, x, y = case("residual")
+    with lowtide.attach(model, "division", min_numel=512) as handle:
+        gradients(model, x, y)
+        report = handle.report()
+    for depth in (None, 1, 2):
+        found = report.by_module(depth)
+        assert sum(m.plain_nbytes for m in found) == report.plain_nbytes
+        assert sum(m.stored_nbytes for m in found) == report.stored_nbytes
+        assert sum(m.held_nbytes for m in found) == report.held_nbytes
+        assert sum(m.sites for m in found) == len(report.sites)
+    third = next(m for m in report.by_module(1) if m.module == "3")
+    rows = [row for row in report.sites if row.site.module.split(".")[0] == "3"]
+    assert third.sites == len(rows)
+    assert third.plain_nbytes == sum(row.plain_nbytes for row in rows if row.state != "held")
+    assert third.stored_nbytes == sum(row.stored_nbytes for row in rows if row.state != "held")
+    assert {m.module for m in report.by_module(1)} <= {"", "0", "1", "2", "3", "4", "5", "6", "7", "8"}
+    head, *lines = report.module_table(1).splitlines()
+    assert head.split() == ["module", "sites", "plain", "stored", "kept", "by", "other", "code"]
+    assert len(lines) == len(report.by_module(1))
+    assert json.loads(report.to_json())["modules"][0]["module"] == report.by_module()[0].module
+    with pytest.raises(ValueError, match="depth must be a whole number of at least 1"):
+        report.by_module(0)

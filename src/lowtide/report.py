@@ -1,9 +1,10 @@
-"""What a session did, as plain data: one row for each saved tensor, totals, text and JSON."""
+"""What a session did, as plain data: one line for each saved tensor, sums by op and by module, text and JSON."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +35,17 @@ class SiteReport:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """What was saved in one module, all modules inside it included; each storage counts where it was first saved."""
+
+    module: str
+    sites: int
+    plain_nbytes: int
+    stored_nbytes: int
+    held_nbytes: int
+
+
 @dataclass(frozen=True)
 class Report:
     """Everything autograd kept in the last forward, each storage counted once."""
@@ -62,14 +74,39 @@ class Report:
         """Plain bytes over stored bytes."""
         return self.plain_nbytes / self.stored_nbytes if self.stored_nbytes else float("nan")
 
+    def by_module(self, depth: int | None = None) -> tuple[ModuleReport, ...]:
+        """Sums by module, largest first. ``depth`` joins all that lies deeper: with 1, children of the model."""
+        if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+            raise ValueError(f"depth must be a whole number of at least 1, or None for every module; got {depth!r}")
+        sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+        for s in self.sites:
+            total = sums[".".join(s.site.module.split(".")[:depth])]
+            total[0] += 1
+            if s.state == HELD:
+                total[3] += s.plain_nbytes
+            else:
+                total[1] += s.plain_nbytes
+                total[2] += s.stored_nbytes
+        found = [ModuleReport(module, *total) for module, total in sums.items()]
+        return tuple(sorted(found, key=lambda m: -m.plain_nbytes))
+
+    def module_table(self, depth: int | None = None) -> str:
+        """:meth:`by_module` as text."""
+        lines = [("module", "sites", "plain", "stored", "kept by other code")]
+        for m in self.by_module(depth):
+            held = size(m.held_nbytes) if m.held_nbytes else ""
+            lines.append((m.module or "(model)", str(m.sites), size(m.plain_nbytes), size(m.stored_nbytes), held))
+        return _aligned(lines)
+
     def to_json(self) -> str:
-        """All rows and totals."""
+        """Totals, sums by module, and a line for each saved tensor."""
         data: dict[str, Any] = {
             "method": self.method,
             "plain_nbytes": self.plain_nbytes,
             "stored_nbytes": self.stored_nbytes,
             "held_nbytes": self.held_nbytes,
             "notes": list(self.notes),
+            "modules": [asdict(m) for m in self.by_module()],
             "sites": [{**asdict(s), "site": s.site._asdict()} for s in self.sites],
         }
         return json.dumps(data, indent=1)
@@ -84,11 +121,7 @@ class Report:
             plain = "-" if s.state == SHARED else size(s.plain_nbytes)
             name = s.codec if s.state == COMPRESSED else s.state
             lines.append((str(s.site), f"{shape} {s.dtype}", plain, stored, name, s.why))
-        widths = [max(len(line[i]) for line in lines) for i in range(5)]
-        text = "\n".join(
-            "  ".join((*(cell.ljust(w) for cell, w in zip(line[:5], widths, strict=True)), line[5])).rstrip()
-            for line in lines
-        )
+        text = _aligned(lines)
         hidden = len(self.sites) - len(order)
         return text + (f"\n... and {hidden} smaller sites" if hidden else "")
 
@@ -105,11 +138,6 @@ class Report:
         lines = [("saved by", "sites", "plain", "stored", "kept as", "")]
         for (slot, what, why), (count, plain, stored) in sorted(groups.items(), key=lambda g: -g[1][1]):
             lines.append((slot, str(count), size(plain), size(stored), what, why))
-        widths = [max(len(line[i]) for line in lines) for i in range(5)]
-        body = "\n".join(
-            "  ".join((*(cell.ljust(w) for cell, w in zip(line[:5], widths, strict=True)), line[5])).rstrip()
-            for line in lines
-        )
         if not self.plain_nbytes:
             return "\n".join((f"{self.method}: nothing was saved for backward", *(f"note: {n}" for n in self.notes)))
         total = (
@@ -118,7 +146,16 @@ class Report:
         )
         if self.held_nbytes:
             total += f"; {size(self.held_nbytes)} more is kept alive by other code"
-        return "\n".join((total, *(f"note: {n}" for n in self.notes), body))
+        return "\n".join((total, *(f"note: {n}" for n in self.notes), _aligned(lines)))
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns side by side; the last is as wide as it likes."""
+    widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]]
+    return "\n".join(
+        "  ".join((*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1])).rstrip()
+        for line in lines
+    )
 
 
 def size(nbytes: int) -> str:

@@ -430,6 +430,25 @@ def test_a_state_names_its_format_and_method():
         assert other.state_dict()["step"] == 0
 
 
+@pytest.mark.parametrize("method", ["auto", "actnn", "tinyscript", "gact"])
+def test_a_broken_state_is_refused_in_words_and_changes_nothing(method):
+    model, x, y = case("residual")
+    with lowtide.attach(model, method, min_numel=512) as handle:
+        for _ in range(2):
+            gradients(model, x, y)
+        state = handle.state_dict()
+        before = json.dumps(state)
+        for learned in (None, {}, [], {**dict.fromkeys(state["learned"]), "x": 1}, dict.fromkeys(state["learned"], 3)):
+            with pytest.raises(ValueError, match=f"what {method} learned cannot be read from this state"):
+                handle.load_state_dict({**state, "step": 7, "learned": learned})
+            assert json.dumps(handle.state_dict()) == before
+        for key in ("seed", "step"):
+            with pytest.raises(ValueError, match=f"{key} must be a whole number; got '3'"):
+                handle.load_state_dict({**state, key: "3"})
+        handle.load_state_dict(json.loads(before))
+        assert json.dumps(handle.state_dict()) == before
+
+
 def test_methods_can_be_given_as_typed_values():
     model, x, y = case("perceptron")
     for name, value in (("auto", lowtide.Auto(bits=3)), ("actnn", lowtide.ActNN(bits=3)), ("cast", lowtide.CastAll())):

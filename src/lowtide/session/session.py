@@ -661,10 +661,20 @@ class Session:
         expected = {"format", "method", "seed", "step"} | (set() if tuner is None else {"learned"})
         if set(state) != expected:
             raise ValueError(f"{self.method.name} expects the keys {', '.join(sorted(expected))}; got {sorted(state)}")
-        seed, step = int(state["seed"]), int(state["step"])
+        for key in ("seed", "step"):
+            if type(state[key]) is not int:
+                raise ValueError(f"{key} must be a whole number; got {state[key]!r}")
         if tuner is not None:
-            tuner.load_state_dict(state["learned"])
-        self.seed, self.step = seed, step
+            before = tuner.state_dict()
+            try:
+                tuner.load_state_dict(state["learned"])
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                tuner.load_state_dict(before)
+                kind = type(error).__name__
+                raise ValueError(
+                    f"what {self.method.name} learned cannot be read from this state: {kind}: {error}"
+                ) from error
+        self.seed, self.step = state["seed"], state["step"]
 
     # ------------------------------------------------------------ report
 

@@ -400,8 +400,10 @@ class Capture(TorchFunctionMode):
                 self._latest = weakref.ref(result)
             self._settle()
         elif result is None:
-            if args and isinstance(args[0], Tensor) and args[0].grad_fn is not None:
-                self._walk(args[0].grad_fn, func)  # x[i] = y returns nothing
+            # ``x[i] = y`` returns nothing. Of no other such call may history be asked here: torch sets
+            # ``_backward_hooks`` while it holds the lock that ``grad_fn`` of a view waits for.
+            if func is Tensor.__setitem__ and args[0].grad_fn is not None:
+                self._walk(args[0].grad_fn, func)
         elif type(result) in (tuple, list):
             self._walk_all(result, func)
             self._settle()
@@ -410,7 +412,7 @@ class Capture(TorchFunctionMode):
     def _note_change(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Leave with a node that its result was changed where gradients are off."""
         name = getattr(func, "__name__", "")
-        in_place = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
+        in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         if self._versions and in_place and args and isinstance(args[0], Tensor):
             node: Any = (args[0] if args[0]._base is None else args[0]._base).grad_fn
             if node is not None:

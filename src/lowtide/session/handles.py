@@ -150,11 +150,17 @@ class Reference:
         return packed.codec.small(fetch(packed))
 
     def view(self, whole: Tensor) -> Tensor:
-        """This reference's part of the storage that ``whole`` fills."""
+        """This reference's part of a decoded storage, which may itself begin somewhere within larger memory."""
         shape, stride, _ = self.meta
-        if whole.shape == shape and whole.stride() == stride and whole.storage_offset() == self.offset:
+        if self.offset == 0 and whole.shape == shape and whole.stride() == stride:
             return whole
-        return whole.as_strided(shape, stride, self.offset)
+        return whole.as_strided(shape, stride, whole.storage_offset() + self.offset)
+
+    def read(self, raw: Tensor) -> Tensor:
+        """This reference's part of the very storage that was saved, unless it has changed since."""
+        if capture.version_of(raw) != self.handle.version:
+            raise changed_in_place(self.meta.shape)
+        return cut(raw, self.meta, self.offset)
 
 
 class Rebuilt:
@@ -183,9 +189,7 @@ def _fresh(reference: Reference) -> Tensor:
     """The stored tensor, as one that may be changed: never kept for another reader, who may want it as it was."""
     handle = reference.handle
     if handle.raw is not None:
-        if capture.version_of(handle.raw) != handle.version:
-            raise changed_in_place(reference.meta.shape)
-        return reference.view(handle.raw).clone()
+        return reference.read(handle.raw).clone()
     part = handle.parts.get(None) or handle.parts[(reference.meta, reference.offset)]
     values = part.values if reference.lossless is None else part.packs[reference.lossless]
     assert values is not None

@@ -189,6 +189,11 @@ def has_data(tensor: Tensor) -> bool:
     return not (isinstance(tensor, _FakeTensor) or tensor.is_meta)
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Are the values the negatives or conjugates of those in the storage? Shape, strides and offset do not tell."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
 def is_plain(tensor: Any) -> bool:
     """A strided tensor with a storage of its own: no subclass, no wrapper of torch.func, no forward-mode dual."""
     if not has_storage(tensor):

@@ -202,6 +202,9 @@ class Session:
             self._keep_odd(slot.site, tensor)
             return
         identity = capture.storage_id(storage)
+        if capture.is_lazy(tensor):
+            self._count(slot, identity, "a conjugate or a negative that torch has not computed yet", kept=True)
+            return
         if identity in self._static or (tensor.dtype in _HALVES and self._recast(slot, identity)):
             return
         try:

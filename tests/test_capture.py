@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 import lowtide
+from lowtide.codecs import GroupQuant
+from lowtide.session.handles import _covers
 
 SOURCES = Path(lowtide.__file__).parent.parent
 PRELUDE = """
@@ -90,3 +98,101 @@ for derive in (False, True):
     print(torch.equal(plain, found))
 """
     assert in_child(code).split() == ["True", "True"]
+
+
+def gradients_of(model, forward, context):
+    """Gradients of all parameters, by name, and the session."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    with context as session:
+        loss = forward()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, session
+
+
+def assert_lossless_is_plain(model, forward, **options):
+    """``lossless`` gives plain autograd's gradients bit for bit; the session."""
+    plain, _ = gradients_of(model, forward, nullcontext())
+    found, session = gradients_of(model, forward, lowtide.compress(model, "lossless", min_numel=0, **options))
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    return session
+
+
+def _complex(layer, x):
+    return torch.view_as_complex(layer(x).view(256, 32, 2))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: z.conj().real * z.conj().imag,
+        lambda z: F.silu(z.conj().imag) * z.conj().imag,
+        lambda z: F.relu(z.conj().imag),
+        lambda z: F.hardtanh(z.conj().imag),
+        lambda z: F.avg_pool2d(z.conj().imag[None], 2),
+        lambda z: torch.gather(z.conj(), 1, torch.zeros(256, 4, dtype=torch.int64)).abs(),
+        lambda z: (z.conj() * z).real,
+    ],
+)
+@pytest.mark.parametrize("derive", [False, True])
+def test_lazy_negatives_and_conjugates_keep_their_sign(function, derive):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(256, 64)
+    assert_lossless_is_plain(layer, lambda: function(_complex(layer, x)).sum(), derive=derive)
+
+
+def test_lazy_negatives_are_listed():
+    layer, x = nn.Linear(64, 64), torch.randn(256, 64)
+
+    def forward():
+        z = _complex(layer, x).conj()
+        return (z.real * z.imag).sum()
+
+    session = assert_lossless_is_plain(layer, forward)
+    assert any("negative" in s.why for s in session.report().sites)
+
+
+def test_values_nobody_reads_do_not_matter():
+    """Overlapping windows are larger together than their storage, of which they leave a part unread."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Conv1d(8, 8, 1), nn.Conv1d(8, 8, 3), nn.Conv1d(8, 8, 3)])
+    x = torch.randn(16, 8, 40)
+
+    def forward():
+        buffer = torch.full((16, 8, 64), math.inf)
+        buffer[:, :, :40] = model[0](x)
+        return model[1](buffer[:, :, :39]).square().sum() + model[2](buffer[:, :, 1:40]).sum()
+
+    plain, _ = gradients_of(model, forward, nullcontext())
+    found, _ = gradients_of(model, forward, lowtide.compress(model, GroupQuant(8), min_numel=0))
+    for name in plain:
+        assert (found[name] - plain[name]).norm() <= 2**-4 * plain[name].norm()
+
+
+VIEWS = [
+    *[lambda t, i=i: t.chunk(3, -1)[i] for i in range(3)],
+    *[lambda t, i=i: t.chunk(2, 0)[i] for i in range(2)],
+    lambda t: t[:, ::2],
+    lambda t: t[:, 1::2],
+    lambda t: t.t(),
+    lambda t: t[:1].expand(12, -1),
+    lambda t: t.unfold(1, 4, 2),
+    lambda t: t[2:9, 1:],
+    lambda t: t.reshape(-1)[5:],
+    lambda t: t[3],
+    lambda t: t[0, 0],
+]
+
+
+def test_coverage_is_that_of_brute_force():
+    rows, columns = 12, 18
+    for count in (1, 2, 3, 4):
+        for chosen in itertools.combinations(VIEWS, count):
+            read = torch.zeros(rows, columns)
+            views = [view(read) for view in chosen]
+            described = frozenset((tuple(v.shape), v.stride(), v.storage_offset()) for v in views)
+            places = {
+                int(i) for view in chosen for i in view(torch.arange(rows * columns).view(rows, columns)).flatten()
+            }
+            assert _covers(described, rows * columns) == (len(places) == rows * columns)

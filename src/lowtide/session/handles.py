@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -112,8 +113,7 @@ class Handle:
         views: dict[tuple[TensorMeta, int], list[Consumer]] = {}
         for consumer in self.consumers:
             views.setdefault((consumer.view, consumer.offset), []).append(consumer)
-        # The same stretch in another shape is no second part.
-        if sum([numel for _, numel in {(offset, view.numel) for view, offset in views}]) >= self.numel:
+        if _covers(frozenset((view.shape, view.stride, offset) for view, offset in views), self.numel):
             return [(None, self._whole(), 0, self.consumers)]
         return [(key, *key, consumers) for key, consumers in views.items()]
 
@@ -128,6 +128,35 @@ class Handle:
         if last > 1 and self.numel % last == 0:
             return TensorMeta((self.numel // last, last), (last, 1), dtype)
         return TensorMeta((self.numel,), (1,), dtype)
+
+
+@lru_cache(maxsize=1024)
+def _covers(views: frozenset[tuple[tuple[int, ...], tuple[int, ...], int]], numel: int) -> bool:
+    """Do views (shape, stride, offset) together read each of the ``numel`` values of a storage?
+
+    Views may overlap or repeat values, so sizes alone do not tell. Places are marked in units of the longest stretch
+    that every view reads whole: three for each row of q, k and v, whatever its length.
+    """
+    if sum(math.prod(shape) for shape, _, _ in views) < numel:
+        return False
+    unit, merged = numel, []
+    for shape, stride, offset in views:
+        dims: list[tuple[int, int]] = []  # (size, stride), neighbours in memory merged
+        for size, step in sorted(
+            ((n, s) for n, s in zip(shape, stride, strict=True) if n != 1 and s), key=lambda d: d[1]
+        ):
+            if dims and step == dims[-1][0] * dims[-1][1]:
+                dims[-1] = (dims[-1][0] * size, dims[-1][1])
+            else:
+                dims.append((size, step))
+        run = dims.pop(0)[0] if dims and dims[0][1] == 1 else 1
+        unit = math.gcd(unit, run, offset, *[step for _, step in dims])
+        merged.append((run, dims, offset))
+    read = torch.zeros(numel // unit, dtype=torch.bool, device="cpu")
+    for run, dims, offset in merged:
+        sizes, steps = [size for size, _ in dims], [step // unit for _, step in dims]
+        read.as_strided((*sizes, run // unit), (*steps, 1), offset // unit).fill_(True)
+    return bool(read.all())
 
 
 class Reference:

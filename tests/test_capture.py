@@ -72,7 +72,7 @@ def in_child(code: str, timeout: float = 60.0) -> str:
     ],
 )
 def test_a_view_of_what_changed_in_place_does_not_hang(use_of_a_view):
-    """Torch holds a lock while it renews the history of such a view; to ask for that history then would wait for ever."""
+    """Torch holds a lock while it renews the history of such a view; to ask for it then would wait for ever."""
     code = f"""
 from torch.utils.checkpoint import checkpoint
 
@@ -196,3 +196,61 @@ def test_coverage_is_that_of_brute_force():
                 int(i) for view in chosen for i in view(torch.arange(rows * columns).view(rows, columns)).flatten()
             }
             assert _covers(described, rows * columns) == (len(places) == rows * columns)
+
+
+def _edit_before_it_is_read(model, h):
+    y = F.relu(h)
+    y.data.sub_(0.3)
+    return model[1](y)
+
+
+def _edit_after_it_is_read(model, h):
+    y = F.relu(h)
+    z = model[1](y)
+    y.data.sub_(0.3)
+    return z
+
+
+def _edit_later_through_an_alias(model, h):
+    y = F.relu(h)
+    alias = y.data
+    z = model[1](y)
+    alias.sub_(0.3)
+    return z
+
+
+def _edit_without_gradients(model, h):
+    y = F.relu(h)
+    with torch.no_grad():
+        y.view(-1).data.sub_(0.3)
+    return model[1](y)
+
+
+@pytest.mark.parametrize(
+    "edit", [_edit_before_it_is_read, _edit_after_it_is_read, _edit_later_through_an_alias, _edit_without_gradients]
+)
+@pytest.mark.parametrize("method", ["lossless", GroupQuant(8), "auto", "blpa"])
+def test_a_relu_edited_by_data_is_no_longer_taken_for_one(edit, method):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)), torch.randn(64, 16)
+
+    def forward():
+        return edit(model, model[0](x)).sum()  # saves nothing but what is edited
+
+    plain, _ = gradients_of(model, forward, nullcontext())
+    found, session = gradients_of(model, forward, lowtide.compress(model, method, min_numel=0))
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert any(".data" in s.why for s in session.report().sites)
+
+
+def test_a_change_through_data_of_a_saved_tensor_raises_as_in_plain():
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 16), torch.randn(64, 16)
+    for context in (nullcontext(), lowtide.compress(model, "actnn", min_numel=0)):
+        with context:
+            h = model(x)
+            alias = h.data
+            y = (h.sin() + h * alias).sum()
+            alias.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()

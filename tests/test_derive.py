@@ -377,3 +377,112 @@ def test_a_source_may_begin_inside_its_storage(branch, method):
     assert rebuilt(session.report())
     # Eight bits of the range of a group are off by 2^-8 of it at most; a wrong half is off by more than 1.
     assert (found - exact).norm() <= (2**-20 if method == Raw() else 2**-4) * exact.norm()
+
+
+def _edit_by_detach(h):
+    h.detach().mul_(3)
+
+
+def _edit_by_data(h):
+    h.data.mul_(3)
+
+
+def _edit_by_data_of_a_view(h):
+    h.view(-1).data.mul_(3)
+
+
+def _edit_by_out(h):
+    with torch.no_grad():
+        torch.mul(h, 3, out=h)
+
+
+def _edit_by_silu(h):
+    with torch.no_grad():
+        F.silu(h, inplace=True)
+
+
+def _edit_by_dropout(h):
+    with torch.no_grad():
+        F.dropout(h, 0.5, inplace=True)
+
+
+def _edit_by_foreach(h):
+    with torch.no_grad():
+        torch._foreach_mul_([h], 3)
+
+
+def _edit_by_assignment(h):
+    with torch.no_grad():
+        h[2:5] = 3.0
+
+
+EDITS = [
+    *[_edit_by_detach, _edit_by_data, _edit_by_data_of_a_view, _edit_by_out],
+    *[_edit_by_silu, _edit_by_dropout, _edit_by_foreach, _edit_by_assignment],
+]
+
+
+def _edited(edit, relu, model, h):
+    h = model.norm(h)
+    edit(h)
+    return h if relu is None else relu(h)
+
+
+@pytest.mark.parametrize("relu", [None, F.relu, torch.relu_, nn.ReLU(inplace=True), lambda h: F.relu(input=h)])
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm])
+def test_a_tensor_that_was_edited_is_not_rebuilt(norm, edit, relu):
+    torch.manual_seed(0)
+    model, x = Wrapped(lambda m, h: _edited(edit, relu, m, h)), torch.randn(16, 32)
+    model.norm = norm(32)
+    torch.manual_seed(0)
+    exact, _ = gradients(model, x, nullcontext())
+    torch.manual_seed(0)
+    found, session = gradients(model, x, lowtide.compress(model, Raw(), derive=True, min_numel=0))
+    assert not [s for s in rebuilt(session.report()) if s.site.module == "last"]
+    assert (found - exact).norm() <= 2**-20 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    "relu", [F.relu, torch.relu_, nn.ReLU(inplace=True), lambda h: F.relu(input=h), torch.Tensor.relu]
+)
+def test_a_tensor_below_any_relu_is_rebuilt(relu):
+    torch.manual_seed(0)
+    model, x = Wrapped(lambda m, h: relu(m.norm(h))), torch.randn(16, 32)
+    exact, _ = gradients(model, x, nullcontext())
+    found, session = gradients(model, x, lowtide.compress(model, Raw(), derive=True, min_numel=0))
+    assert len(rebuilt(session.report())) == 1
+    assert (found - exact).norm() <= 2**-20 * exact.norm()
+
+
+def test_a_bias_that_changed_since_is_not_used():
+    torch.manual_seed(0)
+
+    def middle(model, h):
+        h = model.norm(h)
+        with torch.no_grad():
+            model.norm.bias.add_(1)
+        return h
+
+    model, x = Wrapped(middle), torch.randn(16, 32)
+    model.norm = nn.BatchNorm1d(32)
+    exact, _ = gradients(model, x, nullcontext())
+    found, _ = gradients(model, x, lowtide.compress(model, Raw(), derive=True, min_numel=0))
+    assert (found - exact).norm() <= 2**-20 * exact.norm()
+
+
+def test_a_source_that_changes_by_data_still_gives_what_was_made_of_it():
+    torch.manual_seed(0)
+
+    def middle(model, h):
+        y = model.last(model.norm(h))
+        h.data.mul_(3)
+        return y
+
+    model, x = Wrapped(middle), torch.randn(16, 32)
+    model.norm, model.forward = nn.LayerNorm(32), lambda x: middle(model, model.first(x))
+    gradients(model, x, nullcontext())
+    exact = model.last.weight.grad.clone()
+    _, session = gradients(model, x, lowtide.compress(model, Raw(), derive=True, min_numel=0))
+    assert len(rebuilt(session.report())) == 1
+    assert (model.last.weight.grad - exact).norm() <= 2**-20 * exact.norm()

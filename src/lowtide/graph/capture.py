@@ -36,9 +36,12 @@ from torch.overrides import TorchFunctionMode
 
 _MARK = "lowtide"
 _MADE = "lowtide made"
-_CHANGED = "lowtide changed"
+_FAITHFUL = "lowtide faithful"
+_BIAS = "lowtide bias"
 _RAW = "_raw_saved_"
 _PARAMETER_NODE = "AccumulateGrad"
+_DATA: Any = Tensor.data
+_GETTER = type(_DATA.__get__)
 _FAKE: Any = getattr(torch, "_subclasses", None)
 _FakeTensor: Any = getattr(_FAKE, "FakeTensor", type(None))
 _without_fake_mode: Any = getattr(getattr(_FAKE, "fake_tensor", None), "unset_fake_temporarily", contextlib.nullcontext)
@@ -145,6 +148,12 @@ def _sole_count() -> int | None:
         return None
 
 
+def _sequence_number() -> int:
+    """The number that the next node of this thread will get."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
 use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda identity: 0)
 """How many owners a storage has; compare with ``Abilities.sole``."""
 
@@ -244,14 +253,24 @@ def stands_for(node: Any, slot: str) -> Any:
 
 
 def is_as_made(tensor: Tensor) -> bool:
-    """Are the values still those that the tensor's node made, as far as calls show? (Changes by ``.data`` do not.)"""
+    """Is it the first result of its node, with the values that the node made?
+
+    Each change in place moves the version, through any view and through ``detach()``; ``.data`` does not, and takes the
+    note away when it is called. Memory that somebody reached before, by ``.data`` or from numpy, does not show.
+    """
     node: Any = tensor.grad_fn
-    return node.metadata.get(_MADE) == tensor._version and _CHANGED not in node.metadata
+    return node.metadata.get(_MADE) == tensor._version and tensor.output_nr == 0
 
 
-def was_changed(node: Any) -> bool:
-    """Was a result of this node changed behind autograd's back, where gradients are off?"""
-    return _CHANGED in node.metadata
+def read_what_was_made(node: Any) -> bool:
+    """Did this ReLU read its input with the values that the input's own node had made?"""
+    return _FAITHFUL in node.metadata
+
+
+def bias_of(node: Any) -> Tensor | None:
+    """The bias of a batch norm, if it learns and has not changed since; the node itself does not keep it."""
+    bias: Tensor | None = getattr(parent(node, 2), "variable", None)
+    return bias if bias is not None and node.metadata.get(_BIAS) == bias._version else None
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -324,13 +343,32 @@ def _describe_type(kind: Any) -> tuple[str, tuple[tuple[str, str, str], ...], tu
     return op + ("" if variant == "0" else variant), slots, ()
 
 
+def _note_version(node: Any, result: Tensor, source: Any) -> None:
+    """Leave with a node, as soon as it is there, what tells later whether its result and its input have changed."""
+    notes = node.metadata
+    notes[_MADE] = result._version
+    kind = type(node).__name__
+    if kind == "ReluBackward0":
+        maker = node.next_functions[0][0]
+        made = None if maker is None else maker.metadata.get(_MADE)
+        if made is None or not isinstance(source, Tensor):
+            return
+        in_place = source is result  # has moved the version by one, and is its own maker now
+        if source._version == made + in_place and (in_place or source.grad_fn is maker):
+            notes[_FAITHFUL] = True
+    elif kind == "NativeBatchNormBackward0":
+        bias = getattr(parent(node, 2), "variable", None)
+        if bias is not None:
+            notes[_BIAS] = bias._version
+
+
 class Capture(TorchFunctionMode):
     """Offers every newly saved tensor to ``visit`` and calls ``settle`` after each torch call.
 
-    ``starting`` is called when the forward of the model itself begins. ``twin`` may give another callable for a call;
-    ``versions`` asks for the notes that :func:`is_as_made` reads.
-    Module hooks are torch's global ones, put
-    up while the capture is open: the model's own hooks stay as they are, and one registration serves all modules.
+    ``starting`` is called when the forward of the model itself begins, and ``exposed`` with the storage of a tensor
+    whose ``.data`` somebody asks for. ``twin`` may give another callable for a call; ``versions`` asks for the notes
+    that :func:`is_as_made` reads. Module hooks are torch's global ones, put up while the capture is open: the model's
+    own hooks stay as they are, and one registration serves all modules.
     """
 
     def __init__(
@@ -339,6 +377,7 @@ class Capture(TorchFunctionMode):
         visit: Callable[[Slot], None],
         settle: Callable[[], None],
         starting: Callable[[], None],
+        exposed: Callable[[Any], None],
         twin: Callable[..., Callable[..., Any] | None] | None = None,
         versions: bool = False,
     ) -> None:
@@ -347,6 +386,7 @@ class Capture(TorchFunctionMode):
         self._visit = visit
         self._settle = settle
         self._starting = starting
+        self._exposed = exposed
         self._twin = twin
         self._versions = versions
         self._abilities = probe()
@@ -377,7 +417,7 @@ class Capture(TorchFunctionMode):
     def restart(self) -> None:
         """A new forward: ordinals count from zero and only nodes made from now on are ours."""
         self._ordinals.clear()
-        self._first = torch._C._autograd._get_sequence_nr()
+        self._first = _sequence_number()
 
     def __torch_function__(
         self,
@@ -390,19 +430,24 @@ class Capture(TorchFunctionMode):
         call = func
         if self._twin is not None and self._abilities.slots:
             call = self._twin(func, args, kwargs or {}) or func
+        before = _sequence_number() if self._versions else 0
         result = call(*args, **kwargs) if kwargs else call(*args)
         if torch.compiler.is_compiling():
             return result  # torch.compile traces us too; what the compiled code saves shows when it returns
         if not torch.is_grad_enabled():
-            self._note_change(func, args)  # makes no nodes; the history of a view made here must not be asked for
+            # Such a call makes no nodes, and the history of a view made here must not be asked for.
+            if type(func) is _GETTER and func.__self__ is _DATA:
+                self._expose(args[0])
             self._settle()
         elif isinstance(result, Tensor):
             node: Any = result.grad_fn
             if node is not None:
-                if self._versions:
-                    node.metadata.setdefault(_MADE, result._version)
+                if self._versions and node._sequence_nr() >= before:
+                    _note_version(node, result, args[0] if args else (kwargs or {}).get("input"))
                 self._walk(node, func)
                 self._latest = weakref.ref(result)
+            elif type(func) is _GETTER and func.__self__ is _DATA:
+                self._expose(args[0])
             self._settle()
         elif result is None:
             # ``x[i] = y`` returns nothing. Of no other such call may history be asked here: torch sets
@@ -414,14 +459,16 @@ class Capture(TorchFunctionMode):
             self._settle()
         return result
 
-    def _note_change(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Leave with a node that its result was changed where gradients are off."""
-        name = getattr(func, "__name__", "")
-        in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-        if self._versions and in_place and args and isinstance(args[0], Tensor):
-            node: Any = (args[0] if args[0]._base is None else args[0]._base).grad_fn
-            if node is not None:
-                node.metadata[_CHANGED] = True
+    def _expose(self, tensor: Any) -> None:
+        """Somebody asked for ``tensor.data``, through which values change without a trace."""
+        if not has_storage(tensor):
+            return
+        for owner in (tensor, tensor._base):
+            if owner is not None and owner.grad_fn is not None:
+                owner.grad_fn.metadata.pop(_MADE, None)
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._exposed(storage)
 
     def _walk_all(self, result: Any, func: Callable[..., Any] | None) -> None:
         if isinstance(result, Tensor):

@@ -87,8 +87,8 @@ class Handle:
     """One storage at one version, raw until only the graph owns it, packed from then on."""
 
     __slots__ = (
-        *("__weakref__", "base", "consumers", "decoded", "identity", "noise", "numel", "origin", "parts", "raw"),
-        *("readers", "row", "version"),
+        *("__weakref__", "base", "consumers", "decoded", "identity", "is_source", "noise", "numel", "origin"),
+        *("parts", "pinned", "raw", "readers", "row", "version"),
     )
 
     def __init__(self, raw: Tensor, identity: int, base: TensorMeta | None, numel: int, noise: int, row: Row) -> None:
@@ -100,10 +100,26 @@ class Handle:
         self.noise = noise
         self.row = row
         self.origin: Origin | None = None
+        self.is_source = False  # is anything to be rebuilt from it?
+        self.pinned: Tensor | None = None
         self.consumers: list[Consumer] = []
         self.parts: dict[tuple[TensorMeta, int] | None, Part] = {}
         self.decoded: Tensor | None = None
         self.readers = 0
+
+    def pin(self, why: str) -> None:
+        """Stay raw, as autograd itself would keep the storage: a second owner keeps it from being encoded."""
+        assert self.raw is not None
+        self.row.kept = why
+        self.pinned = self.raw.detach()
+
+    def move(self) -> None:
+        """Go on with a copy of the storage, because other tensors are rebuilt from the values of now."""
+        raw = self.raw
+        assert raw is not None
+        copy = raw.as_strided((self.numel,), (1,), 0).clone()
+        self.raw = copy.as_strided(raw.shape, raw.stride(), raw.storage_offset())
+        self.identity, self.version = capture.storage_id(copy.untyped_storage()), capture.version_of(copy)
 
     def plans(self) -> list[tuple[tuple[TensorMeta, int] | None, TensorMeta, int, list[Consumer]]]:
         """What to encode, as (key in ``parts``, form, offset, consumers): the whole storage, or each part of it."""

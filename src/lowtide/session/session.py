@@ -55,6 +55,7 @@ MIN_NUMEL = 4096
 _RECENT = 12
 _SMALL_FACTOR = 1 << 16  # values; a factor that is copied for rebuilding, such as the weight of a norm, has no more
 _SHAPE_ONLY = ShapeOnly()
+_BY_DATA = "its memory was reached by .data, through which changes do not show"
 _HALVES = (torch.bfloat16, torch.float16)
 _ticks = itertools.count()  # gives each session of a process its own rounding noise
 
@@ -79,12 +80,15 @@ class Session:
         self._min_numel = min_numel
         self._abilities = capture.probe()
         twin = None if type(method).twin is Method.twin else method.twin
-        self._capture = Capture(model, self._visit, self._settle, self._start_forward, twin, self._derives)
+        self._capture = Capture(
+            model, self._visit, self._settle, self._start_forward, self._expose, twin, self._derives
+        )
         self._entered = 0
         self._thread = 0
         self._noise = 0
         self._forwards = 0
         self._static: set[int] = set()
+        self._exposed: dict[int, weakref.ref[Any]] = {}
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._recent: list[weakref.ref[Handle]] = []
         self._waiting: deque[weakref.ref[Handle]] = deque()
@@ -178,6 +182,7 @@ class Session:
             row.state, row.why = HELD, "still in use outside the graph when the forward ended"
 
     def _forget(self) -> None:
+        self._exposed.clear()
         self._handles.clear()
         self._recent.clear()
         self._waiting.clear()
@@ -204,6 +209,9 @@ class Session:
         identity = capture.storage_id(storage)
         if capture.is_lazy(tensor):
             self._count(slot, identity, "a conjugate or a negative that torch has not computed yet", kept=True)
+            return
+        if self._exposed and identity in self._exposed and self._exposed[identity]() is storage:
+            self._count(slot, identity, _BY_DATA, kept=True)
             return
         if identity in self._static or (tensor.dtype in _HALVES and self._recast(slot, identity)):
             return
@@ -293,6 +301,19 @@ class Session:
         if self._abilities.sole is None:
             self._seal_if_ours(handle)
 
+    def _expose(self, storage: Any) -> None:
+        """Leave a storage to autograd, because ``.data`` may change it from now on without a trace."""
+        identity = capture.storage_id(storage)
+        if identity in self._static:
+            return
+        self._exposed[identity] = weakref.ref(storage)
+        handle = self._pending(identity)
+        if handle is not None and handle.is_source:
+            handle.move()
+            del self._handles[identity]
+        elif handle is not None:
+            handle.pin(_BY_DATA)
+
     def _origin(self, base: Tensor | None, tensor: Tensor, numel: int) -> Origin | None:
         """How to rebuild a tensor that fills its storage from those already stored, the first laid out as it is."""
         whole = tensor if base is None else base
@@ -310,6 +331,9 @@ class Session:
                 sources[i] = source.clone()  # a parameter may change before backward
         for i, source in enumerate(sources):
             if isinstance(source, Reference) and source.meta[:2] == (whole.shape, whole.stride()):
+                for each in sources:
+                    if isinstance(each, Reference):
+                        each.handle.is_source = True
                 return origin._replace(sources=(source, *sources[:i], *sources[i + 1 :]))
         return None
 

@@ -274,11 +274,11 @@ def bias_of(node: Any) -> Tensor | None:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """A leaf that gets a gradient, or a view of one (``Linear`` saves ``weight.t()``)."""
+    """A leaf that gets a gradient, or a view of one or of a frozen parameter (``Linear`` saves ``weight.t()``)."""
     if tensor.is_leaf and tensor.requires_grad:
         return True
     base = tensor._base
-    return base is not None and base.is_leaf and base.requires_grad
+    return base is not None and (type(base) is nn.Parameter or (base.is_leaf and base.requires_grad))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -287,7 +287,10 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
-    """The parameter that autocast copied to make ``tensor``, and whether the copy was transposed."""
+    """The parameter that autocast copied to make ``tensor``, and whether the copy was transposed.
+
+    Other leaves, such as inputs that get a gradient, are the user's, who may change them before backward.
+    """
     node: Any = tensor.grad_fn
     if node is None or tensor._version != 0:  # changed in place since: no longer a mere copy
         return None
@@ -301,7 +304,18 @@ def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
         return None
     parameter = leaf.variable
     shape = parameter.shape[::-1] if transposed else parameter.shape
-    return (parameter, transposed) if shape == tensor.shape else None
+    return (parameter, transposed) if type(parameter) is nn.Parameter and shape == tensor.shape else None
+
+
+_SAMPLE = 64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number made of some values all over a tensor, which changes with almost any change of the whole."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLE)].contiguous()
+    return hash((tuple(tensor.shape), *some.view(_BITS[tensor.element_size()]).tolist()))
 
 
 def calls_on_stack(module: nn.Module) -> int:
@@ -421,7 +435,7 @@ class Capture(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,

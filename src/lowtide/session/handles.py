@@ -245,25 +245,33 @@ def _fresh(reference: Reference) -> Tensor:
 
 
 class Recast:
-    """Autocast's copy of a parameter, made again from the parameter."""
+    """Autocast's copy of a parameter, made again from the parameter.
 
-    __slots__ = ("dtype", "parameter", "transposed", "version")
+    A change of the parameter in between is an error. Its version shows every change but those by ``.data``; of those a
+    few values all over the parameter show what changes it as a whole. A change by ``.data`` of some values alone may
+    pass unseen.
+    """
+
+    __slots__ = ("dtype", "fingerprint", "parameter", "transposed", "version")
 
     def __init__(self, parameter: Tensor, transposed: bool, dtype: torch.dtype) -> None:
         self.parameter = parameter
         self.version = capture.version_of(parameter)
+        self.fingerprint = capture.fingerprint(parameter) if capture.has_data(parameter) else 0
         self.transposed = transposed
         self.dtype = dtype
 
     def unpack(self) -> Tensor:
         """Cast again."""
-        if capture.version_of(self.parameter) != self.version:
+        parameter = self.parameter
+        changed = capture.version_of(parameter) != self.version
+        if changed or (capture.has_data(parameter) and capture.fingerprint(parameter) != self.fingerprint):
             raise RuntimeError(
-                f"a parameter of shape {tuple(self.parameter.shape)} was modified by an inplace operation (an "
-                "optimizer step?) between forward and backward; lowtide casts parameters again for backward "
-                "instead of keeping autocast's copies, so call backward first"
+                f"a parameter of shape {tuple(parameter.shape)} was modified by an inplace operation (an "
+                "optimizer step?) or through .data between forward and backward; lowtide casts parameters again for "
+                "backward instead of keeping autocast's copies, so call backward first"
             )
-        copy = self.parameter.detach().to(self.dtype)
+        copy = parameter.detach().to(self.dtype)
         return copy.t() if self.transposed else copy
 
 

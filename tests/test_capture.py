@@ -254,3 +254,89 @@ def test_a_change_through_data_of_a_saved_tensor_raises_as_in_plain():
             alias.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
+
+
+def _double(p):
+    p.data.mul_(2)
+
+
+def _replace(p):
+    p.data = p.data * 2
+
+
+def _nudge(p):
+    p.data.add_(1e-6)
+
+
+@pytest.mark.parametrize("change", [_double, _replace, _nudge])
+@pytest.mark.parametrize("layer", [nn.Linear(64, 48), nn.Conv1d(64, 48, 3)], ids=["linear", "conv"])
+def test_a_parameter_changed_by_data_before_backward_raises_under_autocast(layer, change):
+    x = torch.randn(8, 64, *[9] * (layer.weight.dim() - 2)).requires_grad_()
+    with lowtide.compress(layer, "lossless", min_numel=0), torch.autocast("cpu", torch.bfloat16):
+        loss = layer(x).float().sum()
+    change(layer.weight)
+    with pytest.raises(RuntimeError, match="call backward first"):
+        loss.backward()
+
+
+def test_a_parameter_replaced_by_an_equal_one_is_cast_again():
+    layer, x = nn.Linear(64, 48), torch.randn(8, 64).requires_grad_()
+    results = []
+    for context in (nullcontext(), lowtide.compress(layer, "lossless", min_numel=0)):
+        with context, torch.autocast("cpu", torch.bfloat16):
+            loss = layer(x).float().square().sum()
+        layer.weight.data = layer.weight.data.clone()
+        results.append(torch.autograd.grad(loss, x)[0])
+    assert torch.equal(*results)
+
+
+def test_nan_in_a_parameter_is_no_change():
+    layer, x = nn.Linear(64, 48), torch.randn(8, 64).requires_grad_()
+    with torch.no_grad():
+        layer.weight[0, 0] = math.nan
+    with lowtide.compress(layer, "lossless", min_numel=0), torch.autocast("cpu", torch.bfloat16):
+        loss = layer(x).float().sum()
+    loss.backward()
+    assert x.grad[:, 0].isnan().all()
+
+
+@pytest.mark.parametrize("edit", [lambda t: None, lambda t: t.mul_(3), lambda t: t.data.mul_(3)])
+def test_a_leaf_input_under_autocast_is_no_parameter(edit):
+    """Plain autograd keeps the copy in bfloat16, which a change of the input does not reach."""
+    torch.manual_seed(0)
+    layer, start = nn.Linear(64, 48), torch.randn(32, 64)
+    grads = []
+    for context in (nullcontext(), lowtide.compress(layer, "lossless", min_numel=0)):
+        layer.zero_grad()
+        x = start.clone().requires_grad_()
+        with context, torch.autocast("cpu", torch.bfloat16):
+            loss = layer(x).float().square().sum()
+        with torch.no_grad():
+            edit(x)
+        loss.backward()
+        grads.append(layer.weight.grad.clone())
+    assert torch.equal(*grads)
+
+
+def test_a_new_tensor_at_the_address_of_an_old_parameter_is_no_parameter():
+    """Sharded training gives parameters new memory within forward; activations then get the old addresses."""
+    torch.manual_seed(0)
+
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                layer.weight.data = layer.weight.data.clone()
+                x = F.gelu(layer(x))
+            return x.sum()
+
+    model, x = Moving(), torch.randn(64, 64)
+    with lowtide.compress(model, GroupQuant(4), min_numel=0) as session:
+        loss = model(x)
+        read = [s.site for s in session.report().sites if s.site.op in ("Gelu", "Addmm")]
+    loss.backward()
+    assert len({site for site in read if site.op == "Gelu"}) == 6
+    assert len({site for site in read if site.slot == "mat1"}) == 6

@@ -87,7 +87,7 @@ class Session:
         self._thread = 0
         self._noise = 0
         self._forwards = 0
-        self._static: set[int] = set()
+        self._static: dict[int, weakref.ref[Any]] = {}  # storages of the model's own tensors, as long as they live
         self._exposed: dict[int, weakref.ref[Any]] = {}
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._recent: list[weakref.ref[Handle]] = []
@@ -117,7 +117,8 @@ class Session:
             )
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
         parts = [part for t in tensors for part in _strided(t)]
-        self._static = {capture.storage_id(t.untyped_storage()) for t in parts if capture.has_storage(t)}
+        storages = [capture.storage_of(t) for t in parts if capture.has_storage(t)]
+        self._static = {capture.storage_id(s): weakref.ref(s) for s in storages if s is not None}
         self._rows.clear()
         self._without_data = False
         self._chosen.clear()
@@ -213,7 +214,7 @@ class Session:
         if self._exposed and identity in self._exposed and self._exposed[identity]() is storage:
             self._count(slot, identity, _BY_DATA, kept=True)
             return
-        if identity in self._static or (tensor.dtype in _HALVES and self._recast(slot, identity)):
+        if self._is_static(identity, storage) or (tensor.dtype in _HALVES and self._recast(slot, identity)):
             return
         try:
             rule = rule_for(slot)
@@ -250,7 +251,7 @@ class Session:
         parts = _strided(tensor)
         values = parts[0].untyped_storage() if len(parts) > 1 and capture.has_storage(parts[0]) else None
         identity = 0 if values is None else capture.storage_id(values)
-        if identity in self._static:
+        if values is not None and self._is_static(identity, values):
             return
         known = self._counted.get(identity)
         if known is not None and known[0]() is values:
@@ -304,7 +305,7 @@ class Session:
     def _expose(self, storage: Any) -> None:
         """Leave a storage to autograd, because ``.data`` may change it from now on without a trace."""
         identity = capture.storage_id(storage)
-        if identity in self._static:
+        if self._is_static(identity, storage):
             return
         self._exposed[identity] = weakref.ref(storage)
         handle = self._pending(identity)
@@ -336,6 +337,11 @@ class Session:
                         each.handle.is_source = True
                 return origin._replace(sources=(source, *sources[:i], *sources[i + 1 :]))
         return None
+
+    def _is_static(self, identity: int, storage: Any) -> bool:
+        """Does the storage belong to the model? An identity alone may be that of one that is gone."""
+        known = self._static.get(identity)
+        return known is not None and known() is storage
 
     def _pending(self, identity: int) -> Handle | None:
         """The handle whose storage this is. Its raw tensor keeps the storage, so the identity holds."""

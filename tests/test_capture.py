@@ -340,3 +340,39 @@ def test_a_new_tensor_at_the_address_of_an_old_parameter_is_no_parameter():
     loss.backward()
     assert len({site for site in read if site.op == "Gelu"}) == 6
     assert len({site for site in read if site.slot == "mat1"}) == 6
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        "torch.device('meta')",
+        "torch.inference_mode()",
+        "torch.no_grad()",
+        "torch.autograd.graph.save_on_cpu()",
+        "FakeTensorMode()",
+        "torch.autograd.graph.disable_saved_tensors_hooks('not now')",
+    ],
+)
+def test_where_the_first_session_is_made_does_not_matter(surroundings):
+    code = f"""
+from torch._subclasses import FakeTensorMode
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
+with {surroundings}:
+    session = lowtide.compress(model, "actnn", min_numel=0)
+    assert lowtide.graph.capture.watching() is False
+with lowtide.compress(model, "actnn", min_numel=0) as session:
+    loss = model(torch.randn(128, 64)).sum()
+print(session.report().ratio > 2)
+"""
+    assert in_child(code).split()[-1] == "True"
+
+
+def test_a_first_session_within_a_transform_does_not_matter():
+    code = """
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
+torch.func.grad(lambda x: (lowtide.compress(model, "actnn", min_numel=0), x.sum())[1])(torch.randn(3))
+with lowtide.compress(model, "actnn", min_numel=0) as session:
+    loss = model(torch.randn(128, 64)).sum()
+print(session.report().ratio > 2)
+"""
+    assert in_child(code).split()[-1] == "True"

@@ -44,7 +44,6 @@ _DATA: Any = Tensor.data
 _GETTER = type(_DATA.__get__)
 _FAKE: Any = getattr(torch, "_subclasses", None)
 _FakeTensor: Any = getattr(_FAKE, "FakeTensor", type(None))
-_without_fake_mode: Any = getattr(getattr(_FAKE, "fake_tensor", None), "unset_fake_temporarily", contextlib.nullcontext)
 
 
 class Site(NamedTuple):
@@ -114,31 +113,55 @@ class Abilities:
     sole: int | None
 
 
-@lru_cache(maxsize=1)
 def probe() -> Abilities:
-    """Try every private name on a tiny graph, once for each process."""
-    slots = foreign = False
+    """Try every private name on a tiny graph, once for each process unless it fails."""
     try:
-        with _without_fake_mode(), torch.enable_grad(), torch.random.fork_rng(devices=()):
-            x = torch.tensor([0.5, -0.5], requires_grad=True)
-            y = torch.nn.functional.gelu(x * 1.0)
-            node: Any = y.grad_fn
-            node.metadata[_MARK] = None
-            saved = node._raw_saved_self
-            foreign = hasattr(saved, "unpack_hook") and saved.unpack_hook is None
-            value = node._saved_self
-            saved.register_hooks(lambda t: t.detach().clone() * 0 + 3.0, lambda t: t)
-            (grad,) = torch.autograd.grad(y.sum(), x)
-            slots = bool(torch.equal(value, x)) and bool((grad - 1.0).abs().max() < 0.05)
-            slots = slots and node._sequence_nr() >= 0 and torch._C._autograd._get_sequence_nr() >= 0
+        return _probed()
     except (AttributeError, RuntimeError, TypeError):
-        slots = False
-    return Abilities(slots, foreign, _sole_count())
+        return Abilities(False, False, None)
+
+
+@lru_cache(maxsize=1)
+def _probed() -> Abilities:
+    """What a thread of its own finds.
+
+    Gradients that are off, inference mode, a device for new tensors, hooks and transforms of others all belong to a
+    thread, so a new one has none of them. An exception is not remembered, unlike a result.
+    """
+    found: list[Abilities | Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(Abilities(*_try_slots(), _sole_count()))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def _try_slots() -> tuple[bool, bool]:
+    """Can a slot be read and hooked? Do slots show whose hooks hold them?"""
+    x = torch.tensor([0.5, -0.5], requires_grad=True, dtype=torch.float32, device="cpu")
+    y = torch.nn.functional.gelu(x * 1.0)
+    node: Any = y.grad_fn
+    node.metadata[_MARK] = None
+    saved = node._raw_saved_self
+    foreign = hasattr(saved, "unpack_hook") and saved.unpack_hook is None
+    value = node._saved_self
+    saved.register_hooks(lambda t: t.detach().clone() * 0 + 3.0, lambda t: t)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    slots = bool(torch.equal(value, x)) and bool((grad - 1.0).abs().max() < 0.05)
+    return slots and node._sequence_nr() >= 0 and _sequence_number() >= 0, foreign
 
 
 def _sole_count() -> int | None:
     try:
-        t = torch.zeros(1)
+        t = torch.zeros(1, device="cpu")
         sole = use_count(storage_id(t.untyped_storage()))
         other = t.detach()
         two = use_count(storage_id(t.untyped_storage()))
@@ -304,7 +327,7 @@ def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
         return None
     parameter = leaf.variable
     shape = parameter.shape[::-1] if transposed else parameter.shape
-    return (parameter, transposed) if type(parameter) is nn.Parameter and shape == tensor.shape else None
+    return (parameter, transposed) if isinstance(parameter, nn.Parameter) and shape == tensor.shape else None
 
 
 _SAMPLE = 64
@@ -330,7 +353,7 @@ def calls_on_stack(module: nn.Module) -> int:
 
 def watching() -> bool:
     """Is a capture open in this thread? Its mark on a new node tells."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.ones((), requires_grad=True).exp().grad_fn
     return _MARK in node.metadata
 

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -376,3 +377,42 @@ with lowtide.compress(model, "actnn", min_numel=0) as session:
 print(session.report().ratio > 2)
 """
     assert in_child(code).split()[-1] == "True"
+
+
+def in_thread(function):
+    """What ``function`` returns in a new thread."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def made_in(place, function):
+    return in_thread(function) if place == "worker" else function()
+
+
+@pytest.mark.parametrize(("features_in", "head_in"), [("main", "worker"), ("worker", "main"), ("main", "main")])
+@pytest.mark.parametrize("warm", [0, 1, 7, 40])
+def test_graphs_of_another_thread_stay_as_they_are(features_in, head_in, warm):
+    """Only the head is attached; the features' own gradient is bit for bit that of a head that saves exactly."""
+    torch.manual_seed(0)
+    body = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(8)])
+    head = nn.Sequential(nn.Linear(32, 8))
+    x = torch.randn(64, 32)
+
+    def step(place):
+        body.zero_grad()
+        for _ in range(warm):  # moves the numbers that this thread gives to nodes
+            torch.ones(1, requires_grad=True).exp()
+        features = made_in(features_in, lambda: body(x))
+        made_in(place, lambda: head(features)).sum().backward()
+        return [p.grad.clone() for p in body.parameters()]
+
+    plain = step(head_in)
+    with_hooks = lowtide.attach(head, "actnn", bits=2, min_numel=0)
+    for _ in range(3):
+        found = step(head_in)
+        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert not [s for s in with_hooks.report().sites if s.site.op == "Gelu"]
+    with_hooks.remove()

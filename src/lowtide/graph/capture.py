@@ -431,6 +431,7 @@ class Capture(TorchFunctionMode):
         self._path: list[str] = []
         self._ordinals: dict[tuple[str, str, str], int] = {}
         self._first = 0
+        self._numbers: set[int] = set()
         self._latest: Callable[[], Tensor | None] = lambda: None
         self._thread = 0
         self._hooks: list[Any] = []
@@ -454,6 +455,7 @@ class Capture(TorchFunctionMode):
     def restart(self) -> None:
         """A new forward: ordinals count from zero and only nodes made from now on are ours."""
         self._ordinals.clear()
+        self._numbers.clear()
         self._first = _sequence_number()
 
     def __torch_function__(
@@ -519,25 +521,34 @@ class Capture(TorchFunctionMode):
                 self._walk_all(item, func)
 
     def _walk(self, node: Any, func: Callable[..., Any] | None) -> None:
+        """Offer what the new nodes behind ``node`` saved.
+
+        Nodes are numbered by thread, so the number of one that another thread made tells nothing by itself. It is
+        left alone if it cannot be ours: ours come after the session began, before the nodes that read them, and once.
+        """
         if not self._abilities.slots or _MARK in node.metadata:
             return
         call = getattr(func, "__name__", "")
-        stack = [node]
+        stack = [(node, _sequence_number())]
         while stack:
-            node = stack.pop()
+            node, limit = stack.pop()
             kind: Any = type(node)
             if kind.__name__ == _PARAMETER_NODE:
                 continue
             metadata = node.metadata
-            if _MARK in metadata or node._sequence_nr() < self._first:
+            if _MARK in metadata:
                 continue
+            number = node._sequence_nr()
+            if not self._first <= number < limit or number in self._numbers:
+                continue
+            self._numbers.add(number)
             metadata[_MARK] = None
             op, slots, names = _describe_type(kind)
             for name, holder, value in slots:
                 self._offer(node, op, name, holder, value, call, names)
             for parent, _ in node.next_functions:
                 if parent is not None:
-                    stack.append(parent)
+                    stack.append((parent, number))
 
     def _offer(self, node: Any, op: str, name: str, holder: str, value: str, call: str, names: tuple[str, ...]) -> None:
         try:

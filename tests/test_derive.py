@@ -342,3 +342,149 @@ def test_autocast_runs_and_rebuilds():
 def test_derive_must_be_a_truth_value():
     with pytest.raises(TypeError, match="derive must be True or False; got 2"):
         lowtide.compress(Maps(), "actnn", derive=2)
+
+
+class Halves(nn.Module):
+    """Two branches, each on one half of the first layer's result: the second half begins inside its storage."""
+
+    def __init__(self, branch):
+        super().__init__()
+        self.first, self.branch = nn.Linear(32, 32), branch
+        self.norms = nn.ModuleList([nn.RMSNorm(32), nn.RMSNorm(32)])
+        self.batch_norms = nn.ModuleList([nn.BatchNorm1d(32), nn.BatchNorm1d(32)])
+        self.last = nn.ModuleList([nn.Linear(32, 8), nn.Linear(32, 8)])
+
+    def forward(self, x):
+        halves = self.first(x).chunk(2)
+        return sum(self.last[i](self.branch(self, i, halves)) for i in range(2))
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda m, i, halves: m.norms[i](halves[i]),
+        lambda m, i, halves: F.relu(m.batch_norms[i](halves[i])),
+        lambda m, i, halves: F.silu(halves[i]),
+        lambda m, i, halves: F.silu(halves[i]) * halves[1 - i],
+    ],
+    ids=["norm", "batch norm, relu", "silu", "gate"],
+)
+@pytest.mark.parametrize("method", [Raw(), GroupQuant(8)], ids=["raw", "8 bits"])
+def test_a_source_may_begin_inside_its_storage(branch, method):
+    torch.manual_seed(0)
+    model, x = Halves(branch), torch.randn(64, 32)
+    exact, _ = gradients(model, x, nullcontext())
+    found, session = gradients(model, x, lowtide.compress(model, method, derive=True, min_numel=0))
+    assert rebuilt(session.report())
+    # Eight bits of the range of a group are off by 2^-8 of it at most; a wrong half is off by more than 1.
+    assert (found - exact).norm() <= (2**-20 if method == Raw() else 2**-4) * exact.norm()
+
+
+def _edit_by_detach(h):
+    h.detach().mul_(3)
+
+
+def _edit_by_data(h):
+    h.data.mul_(3)
+
+
+def _edit_by_data_of_a_view(h):
+    h.view(-1).data.mul_(3)
+
+
+def _edit_by_out(h):
+    with torch.no_grad():
+        torch.mul(h, 3, out=h)
+
+
+def _edit_by_silu(h):
+    with torch.no_grad():
+        F.silu(h, inplace=True)
+
+
+def _edit_by_dropout(h):
+    with torch.no_grad():
+        F.dropout(h, 0.5, inplace=True)
+
+
+def _edit_by_foreach(h):
+    with torch.no_grad():
+        torch._foreach_mul_([h], 3)
+
+
+def _edit_by_assignment(h):
+    with torch.no_grad():
+        h[2:5] = 3.0
+
+
+EDITS = [
+    *[_edit_by_detach, _edit_by_data, _edit_by_data_of_a_view, _edit_by_out],
+    *[_edit_by_silu, _edit_by_dropout, _edit_by_foreach, _edit_by_assignment],
+]
+
+
+def _edited(edit, relu, model, h):
+    h = model.norm(h)
+    edit(h)
+    return h if relu is None else relu(h)
+
+
+@pytest.mark.parametrize("relu", [None, F.relu, torch.relu_, nn.ReLU(inplace=True), lambda h: F.relu(input=h)])
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm])
+def test_a_tensor_that_was_edited_is_not_rebuilt(norm, edit, relu):
+    torch.manual_seed(0)
+    model, x = Wrapped(lambda m, h: _edited(edit, relu, m, h)), torch.randn(16, 32)
+    model.norm = norm(32)
+    torch.manual_seed(0)
+    exact, _ = gradients(model, x, nullcontext())
+    torch.manual_seed(0)
+    found, session = gradients(model, x, lowtide.compress(model, Raw(), derive=True, min_numel=0))
+    assert not [s for s in rebuilt(session.report()) if s.site.module == "last"]
+    assert (found - exact).norm() <= 2**-20 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    "relu", [F.relu, torch.relu_, nn.ReLU(inplace=True), lambda h: F.relu(input=h), torch.Tensor.relu]
+)
+def test_a_tensor_below_any_relu_is_rebuilt(relu):
+    torch.manual_seed(0)
+    model, x = Wrapped(lambda m, h: relu(m.norm(h))), torch.randn(16, 32)
+    exact, _ = gradients(model, x, nullcontext())
+    found, session = gradients(model, x, lowtide.compress(model, Raw(), derive=True, min_numel=0))
+    assert len(rebuilt(session.report())) == 1
+    assert (found - exact).norm() <= 2**-20 * exact.norm()
+
+
+def test_a_bias_that_changed_since_is_not_used():
+    torch.manual_seed(0)
+
+    def middle(model, h):
+        h = model.norm(h)
+        with torch.no_grad():
+            model.norm.bias.add_(1)
+        return h
+
+    model, x = Wrapped(middle), torch.randn(16, 32)
+    model.norm = nn.BatchNorm1d(32)
+    exact, _ = gradients(model, x, nullcontext())
+    nn.init.zeros_(model.norm.bias)
+    found, _ = gradients(model, x, lowtide.compress(model, Raw(), derive=True, min_numel=0))
+    assert (found - exact).norm() <= 2**-20 * exact.norm()
+
+
+def test_a_source_that_changes_by_data_still_gives_what_was_made_of_it():
+    torch.manual_seed(0)
+
+    def middle(model, h):
+        y = model.last(model.norm(h))
+        h.data.mul_(3)
+        return y
+
+    model, x = Wrapped(middle), torch.randn(16, 32)
+    model.norm, model.forward = nn.LayerNorm(32), lambda x: middle(model, model.first(x))
+    gradients(model, x, nullcontext())
+    exact = model.last.weight.grad.clone()
+    _, session = gradients(model, x, lowtide.compress(model, Raw(), derive=True, min_numel=0))
+    assert len(rebuilt(session.report())) == 1
+    assert (model.last.weight.grad - exact).norm() <= 2**-20 * exact.norm()

@@ -36,12 +36,14 @@ from torch.overrides import TorchFunctionMode
 
 _MARK = "lowtide"
 _MADE = "lowtide made"
-_CHANGED = "lowtide changed"
+_FAITHFUL = "lowtide faithful"
+_BIAS = "lowtide bias"
 _RAW = "_raw_saved_"
 _PARAMETER_NODE = "AccumulateGrad"
+_DATA: Any = Tensor.data
+_GETTER = type(_DATA.__get__)
 _FAKE: Any = getattr(torch, "_subclasses", None)
 _FakeTensor: Any = getattr(_FAKE, "FakeTensor", type(None))
-_without_fake_mode: Any = getattr(getattr(_FAKE, "fake_tensor", None), "unset_fake_temporarily", contextlib.nullcontext)
 
 
 class Site(NamedTuple):
@@ -111,31 +113,55 @@ class Abilities:
     sole: int | None
 
 
-@lru_cache(maxsize=1)
 def probe() -> Abilities:
-    """Try every private name on a tiny graph, once for each process."""
-    slots = foreign = False
+    """Try every private name on a tiny graph, once for each process unless it fails."""
     try:
-        with _without_fake_mode(), torch.enable_grad(), torch.random.fork_rng(devices=()):
-            x = torch.tensor([0.5, -0.5], requires_grad=True)
-            y = torch.nn.functional.gelu(x * 1.0)
-            node: Any = y.grad_fn
-            node.metadata[_MARK] = None
-            saved = node._raw_saved_self
-            foreign = hasattr(saved, "unpack_hook") and saved.unpack_hook is None
-            value = node._saved_self
-            saved.register_hooks(lambda t: t.detach().clone() * 0 + 3.0, lambda t: t)
-            (grad,) = torch.autograd.grad(y.sum(), x)
-            slots = bool(torch.equal(value, x)) and bool((grad - 1.0).abs().max() < 0.05)
-            slots = slots and node._sequence_nr() >= 0 and torch._C._autograd._get_sequence_nr() >= 0
+        return _probed()
     except (AttributeError, RuntimeError, TypeError):
-        slots = False
-    return Abilities(slots, foreign, _sole_count())
+        return Abilities(False, False, None)
+
+
+@lru_cache(maxsize=1)
+def _probed() -> Abilities:
+    """What a thread of its own finds.
+
+    Gradients that are off, inference mode, a device for new tensors, hooks and transforms of others all belong to a
+    thread, so a new one has none of them. An exception is not remembered, unlike a result.
+    """
+    found: list[Abilities | Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(Abilities(*_try_slots(), _sole_count()))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def _try_slots() -> tuple[bool, bool]:
+    """Can a slot be read and hooked? Do slots show whose hooks hold them?"""
+    x = torch.tensor([0.5, -0.5], requires_grad=True, dtype=torch.float32, device="cpu")
+    y = torch.nn.functional.gelu(x * 1.0)
+    node: Any = y.grad_fn
+    node.metadata[_MARK] = None
+    saved = node._raw_saved_self
+    foreign = hasattr(saved, "unpack_hook") and saved.unpack_hook is None
+    value = node._saved_self
+    saved.register_hooks(lambda t: t.detach().clone() * 0 + 3.0, lambda t: t)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    slots = bool(torch.equal(value, x)) and bool((grad - 1.0).abs().max() < 0.05)
+    return slots and node._sequence_nr() >= 0 and _sequence_number() >= 0, foreign
 
 
 def _sole_count() -> int | None:
     try:
-        t = torch.zeros(1)
+        t = torch.zeros(1, device="cpu")
         sole = use_count(storage_id(t.untyped_storage()))
         other = t.detach()
         two = use_count(storage_id(t.untyped_storage()))
@@ -143,6 +169,12 @@ def _sole_count() -> int | None:
         return sole if two == sole + 1 and use_count(storage_id(t.untyped_storage())) == sole else None
     except (AttributeError, RuntimeError, TypeError):
         return None
+
+
+def _sequence_number() -> int:
+    """The number that the next node of this thread will get."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
 
 use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda identity: 0)
@@ -187,6 +219,11 @@ def _is_traced() -> bool:
 def has_data(tensor: Tensor) -> bool:
     """Are there values behind the tensor? Not in a fake one, and not on the meta device."""
     return not (isinstance(tensor, _FakeTensor) or tensor.is_meta)
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Are the values the negatives or conjugates of those in the storage? Shape, strides and offset do not tell."""
+    return tensor.is_neg() or tensor.is_conj()
 
 
 def is_plain(tensor: Any) -> bool:
@@ -239,22 +276,32 @@ def stands_for(node: Any, slot: str) -> Any:
 
 
 def is_as_made(tensor: Tensor) -> bool:
-    """Are the values still those that the tensor's node made, as far as calls show? (Changes by ``.data`` do not.)"""
+    """Is it the first result of its node, with the values that the node made?
+
+    Each change in place moves the version, through any view and through ``detach()``; ``.data`` does not, and takes the
+    note away when it is called. Memory that somebody reached before, by ``.data`` or from numpy, does not show.
+    """
     node: Any = tensor.grad_fn
-    return node.metadata.get(_MADE) == tensor._version and _CHANGED not in node.metadata
+    return node.metadata.get(_MADE) == tensor._version and tensor.output_nr == 0
 
 
-def was_changed(node: Any) -> bool:
-    """Was a result of this node changed behind autograd's back, where gradients are off?"""
-    return _CHANGED in node.metadata
+def read_what_was_made(node: Any) -> bool:
+    """Did this ReLU read its input with the values that the input's own node had made?"""
+    return _FAITHFUL in node.metadata
+
+
+def bias_of(node: Any) -> Tensor | None:
+    """The bias of a batch norm, if it learns and has not changed since; the node itself does not keep it."""
+    bias: Tensor | None = getattr(parent(node, 2), "variable", None)
+    return bias if bias is not None and node.metadata.get(_BIAS) == bias._version else None
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """A leaf that gets a gradient, or a view of one (``Linear`` saves ``weight.t()``)."""
+    """A leaf that gets a gradient, or a view of one or of a frozen parameter (``Linear`` saves ``weight.t()``)."""
     if tensor.is_leaf and tensor.requires_grad:
         return True
     base = tensor._base
-    return base is not None and base.is_leaf and base.requires_grad
+    return base is not None and (type(base) is nn.Parameter or (base.is_leaf and base.requires_grad))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -263,7 +310,10 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
-    """The parameter that autocast copied to make ``tensor``, and whether the copy was transposed."""
+    """The parameter that autocast copied to make ``tensor``, and whether the copy was transposed.
+
+    Other leaves, such as inputs that get a gradient, are the user's, who may change them before backward.
+    """
     node: Any = tensor.grad_fn
     if node is None or tensor._version != 0:  # changed in place since: no longer a mere copy
         return None
@@ -277,7 +327,18 @@ def parameter_behind_cast(tensor: Tensor) -> tuple[Tensor, bool] | None:
         return None
     parameter = leaf.variable
     shape = parameter.shape[::-1] if transposed else parameter.shape
-    return (parameter, transposed) if shape == tensor.shape else None
+    return (parameter, transposed) if isinstance(parameter, nn.Parameter) and shape == tensor.shape else None
+
+
+_SAMPLE = 64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number made of some values all over a tensor, which changes with almost any change of the whole."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLE)].contiguous()
+    return hash((tuple(tensor.shape), *some.view(_BITS[tensor.element_size()]).tolist()))
 
 
 def calls_on_stack(module: nn.Module) -> int:
@@ -292,7 +353,7 @@ def calls_on_stack(module: nn.Module) -> int:
 
 def watching() -> bool:
     """Is a capture open in this thread? Its mark on a new node tells."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.ones((), requires_grad=True).exp().grad_fn
     return _MARK in node.metadata
 
@@ -319,13 +380,32 @@ def _describe_type(kind: Any) -> tuple[str, tuple[tuple[str, str, str], ...], tu
     return op + ("" if variant == "0" else variant), slots, ()
 
 
+def _note_version(node: Any, result: Tensor, source: Any) -> None:
+    """Leave with a node, as soon as it is there, what tells later whether its result and its input have changed."""
+    notes = node.metadata
+    notes[_MADE] = result._version
+    kind = type(node).__name__
+    if kind == "ReluBackward0":
+        maker = node.next_functions[0][0]
+        made = None if maker is None else maker.metadata.get(_MADE)
+        if made is None or not isinstance(source, Tensor):
+            return
+        in_place = source is result  # has moved the version by one, and is its own maker now
+        if source._version == made + in_place and (in_place or source.grad_fn is maker):
+            notes[_FAITHFUL] = True
+    elif kind == "NativeBatchNormBackward0":
+        bias = getattr(parent(node, 2), "variable", None)
+        if bias is not None:
+            notes[_BIAS] = bias._version
+
+
 class Capture(TorchFunctionMode):
     """Offers every newly saved tensor to ``visit`` and calls ``settle`` after each torch call.
 
-    ``starting`` is called when the forward of the model itself begins. ``twin`` may give another callable for a call;
-    ``versions`` asks for the notes that :func:`is_as_made` reads.
-    Module hooks are torch's global ones, put
-    up while the capture is open: the model's own hooks stay as they are, and one registration serves all modules.
+    ``starting`` is called when the forward of the model itself begins, and ``exposed`` with the storage of a tensor
+    whose ``.data`` somebody asks for. ``twin`` may give another callable for a call; ``versions`` asks for the notes
+    that :func:`is_as_made` reads. Module hooks are torch's global ones, put up while the capture is open: the model's
+    own hooks stay as they are, and one registration serves all modules.
     """
 
     def __init__(
@@ -334,6 +414,7 @@ class Capture(TorchFunctionMode):
         visit: Callable[[Slot], None],
         settle: Callable[[], None],
         starting: Callable[[], None],
+        exposed: Callable[[Any], None],
         twin: Callable[..., Callable[..., Any] | None] | None = None,
         versions: bool = False,
     ) -> None:
@@ -342,6 +423,7 @@ class Capture(TorchFunctionMode):
         self._visit = visit
         self._settle = settle
         self._starting = starting
+        self._exposed = exposed
         self._twin = twin
         self._versions = versions
         self._abilities = probe()
@@ -349,6 +431,7 @@ class Capture(TorchFunctionMode):
         self._path: list[str] = []
         self._ordinals: dict[tuple[str, str, str], int] = {}
         self._first = 0
+        self._numbers: set[int] = set()
         self._latest: Callable[[], Tensor | None] = lambda: None
         self._thread = 0
         self._hooks: list[Any] = []
@@ -372,11 +455,12 @@ class Capture(TorchFunctionMode):
     def restart(self) -> None:
         """A new forward: ordinals count from zero and only nodes made from now on are ours."""
         self._ordinals.clear()
-        self._first = torch._C._autograd._get_sequence_nr()
+        self._numbers.clear()
+        self._first = _sequence_number()
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -385,36 +469,45 @@ class Capture(TorchFunctionMode):
         call = func
         if self._twin is not None and self._abilities.slots:
             call = self._twin(func, args, kwargs or {}) or func
+        before = _sequence_number() if self._versions else 0
         result = call(*args, **kwargs) if kwargs else call(*args)
         if torch.compiler.is_compiling():
             return result  # torch.compile traces us too; what the compiled code saves shows when it returns
         if not torch.is_grad_enabled():
-            self._note_change(func, args)  # makes no nodes; the history of a view made here must not be asked for
+            # Such a call makes no nodes, and the history of a view made here must not be asked for.
+            if type(func) is _GETTER and func.__self__ is _DATA:
+                self._expose(args[0])
             self._settle()
         elif isinstance(result, Tensor):
             node: Any = result.grad_fn
             if node is not None:
-                if self._versions:
-                    node.metadata.setdefault(_MADE, result._version)
+                if self._versions and node._sequence_nr() >= before:
+                    _note_version(node, result, args[0] if args else (kwargs or {}).get("input"))
                 self._walk(node, func)
                 self._latest = weakref.ref(result)
+            elif type(func) is _GETTER and func.__self__ is _DATA:
+                self._expose(args[0])
             self._settle()
         elif result is None:
-            if args and isinstance(args[0], Tensor) and args[0].grad_fn is not None:
-                self._walk(args[0].grad_fn, func)  # x[i] = y returns nothing
+            # ``x[i] = y`` returns nothing. Of no other such call may history be asked here: torch sets
+            # ``_backward_hooks`` while it holds the lock that ``grad_fn`` of a view waits for.
+            if func is Tensor.__setitem__ and args[0].grad_fn is not None:
+                self._walk(args[0].grad_fn, func)
         elif type(result) in (tuple, list):
             self._walk_all(result, func)
             self._settle()
         return result
 
-    def _note_change(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Leave with a node that its result was changed where gradients are off."""
-        name = getattr(func, "__name__", "")
-        in_place = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
-        if self._versions and in_place and args and isinstance(args[0], Tensor):
-            node: Any = (args[0] if args[0]._base is None else args[0]._base).grad_fn
-            if node is not None:
-                node.metadata[_CHANGED] = True
+    def _expose(self, tensor: Any) -> None:
+        """Somebody asked for ``tensor.data``, through which values change without a trace."""
+        if not has_storage(tensor):
+            return
+        for owner in (tensor, tensor._base):
+            if owner is not None and owner.grad_fn is not None:
+                owner.grad_fn.metadata.pop(_MADE, None)
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._exposed(storage)
 
     def _walk_all(self, result: Any, func: Callable[..., Any] | None) -> None:
         if isinstance(result, Tensor):
@@ -428,25 +521,34 @@ class Capture(TorchFunctionMode):
                 self._walk_all(item, func)
 
     def _walk(self, node: Any, func: Callable[..., Any] | None) -> None:
+        """Offer what the new nodes behind ``node`` saved.
+
+        Nodes are numbered by thread, so the number of one that another thread made tells nothing by itself. It is
+        left alone if it cannot be ours: ours come after the session began, before the nodes that read them, and once.
+        """
         if not self._abilities.slots or _MARK in node.metadata:
             return
         call = getattr(func, "__name__", "")
-        stack = [node]
+        stack = [(node, _sequence_number())]
         while stack:
-            node = stack.pop()
+            node, limit = stack.pop()
             kind: Any = type(node)
             if kind.__name__ == _PARAMETER_NODE:
                 continue
             metadata = node.metadata
-            if _MARK in metadata or node._sequence_nr() < self._first:
+            if _MARK in metadata:
                 continue
+            number = node._sequence_nr()
+            if not self._first <= number < limit or number in self._numbers:
+                continue
+            self._numbers.add(number)
             metadata[_MARK] = None
             op, slots, names = _describe_type(kind)
             for name, holder, value in slots:
                 self._offer(node, op, name, holder, value, call, names)
             for parent, _ in node.next_functions:
                 if parent is not None:
-                    stack.append(parent)
+                    stack.append((parent, number))
 
     def _offer(self, node: Any, op: str, name: str, holder: str, value: str, call: str, names: tuple[str, ...]) -> None:
         try:

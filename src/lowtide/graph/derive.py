@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .capture import describe, is_as_made, parent, saved, was_changed
+from .capture import bias_of, describe, is_as_made, parent, read_what_was_made, saved
 
 Rebuild = Callable[..., Tensor]
 
@@ -28,7 +28,6 @@ class Recipe(NamedTuple):
 
     sources: tuple[str, ...]
     build: Callable[[Any], Rebuild | None]
-    linear: bool
 
 
 class Origin(NamedTuple):
@@ -40,7 +39,6 @@ class Origin(NamedTuple):
     rebuild: Rebuild
     rectified: bool
     """A ReLU followed: the tensor is the rebuilt one where its mask is set, and zero elsewhere."""
-    linear: bool
 
 
 PIECE = 1 << 18
@@ -65,7 +63,7 @@ def _batch_norm(node: Any) -> Rebuild | None:
     mean, scale, weight = saved(node, "result1"), saved(node, "result2"), saved(node, "weight")
     # BN's backward does not need the bias, so the node does not keep it; a leaf that learns is found behind it. One
     # that does not learn, and none at all, look the same.
-    bias = getattr(parent(node, 2), "variable", None)
+    bias = bias_of(node)
     if bias is None:
         return None
     scale = scale.clone() if weight is None else scale * weight
@@ -123,14 +121,14 @@ def _product(node: Any) -> Rebuild | None:
 
 
 RECIPES: dict[str, Recipe] = {
-    "NativeBatchNorm": Recipe(("input",), _batch_norm, linear=True),
-    "NativeLayerNorm": Recipe(("input",), _layer_norm, linear=True),
-    "FusedRmsNorm": Recipe(("input",), _rms_norm, linear=True),
+    "NativeBatchNorm": Recipe(("input",), _batch_norm),
+    "NativeLayerNorm": Recipe(("input",), _layer_norm),
+    "FusedRmsNorm": Recipe(("input",), _rms_norm),
     # A product of two independently rounded factors has no bias either.
-    "Mul": Recipe(("self", "other"), _product, linear=True),
+    "Mul": Recipe(("self", "other"), _product),
     # Not linear: the mean of f(x + noise) is f(x) plus half the curvature times the noise's variance.
-    "Gelu": Recipe(("self",), _gelu, linear=False),
-    "Silu": Recipe(("self",), _silu, linear=False),
+    "Gelu": Recipe(("self",), _gelu),
+    "Silu": Recipe(("self",), _silu),
 }
 
 
@@ -145,8 +143,10 @@ def origin_of(tensor: Tensor, stored: Callable[[Any, str], Any]) -> Origin | Non
     op = _op(node)
     rectified = op == "Relu"
     if rectified:
+        if not read_what_was_made(node):
+            return None
         node = parent(node, 0)
-        op = "" if node is None or was_changed(node) else _op(node)
+        op = _op(node)
     recipe = RECIPES.get(op)
     if recipe is None:
         return None
@@ -160,7 +160,7 @@ def origin_of(tensor: Tensor, stored: Callable[[Any, str], Any]) -> Origin | Non
         rebuild = recipe.build(node)
     except (AttributeError, RuntimeError):  # the graph behind the node was freed
         return None
-    return None if rebuild is None else Origin(op, tuple(sources), rebuild, rectified, recipe.linear)
+    return None if rebuild is None else Origin(op, tuple(sources), rebuild, rectified)
 
 
 def _op(node: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -54,8 +55,8 @@ class Handle:
     """One storage at one version, raw until only the graph owns it, packed from then on."""
 
     __slots__ = (
-        *("__weakref__", "base", "consumers", "decoded", "identity", "noise", "numel", "origin", "parts", "raw"),
-        *("readers", "row", "version"),
+        *("__weakref__", "base", "consumers", "decoded", "identity", "is_source", "noise", "numel", "origin"),
+        *("parts", "pinned", "raw", "readers", "row", "version"),
     )
 
     def __init__(self, raw: Tensor, identity: int, base: TensorMeta | None, numel: int, noise: int, row: Row) -> None:
@@ -67,10 +68,26 @@ class Handle:
         self.noise = noise
         self.row = row
         self.origin: Origin | None = None
+        self.is_source = False  # is anything to be rebuilt from it?
+        self.pinned: Tensor | None = None
         self.consumers: list[Consumer] = []
         self.parts: dict[tuple[TensorMeta, int] | None, Part] = {}
         self.decoded: Tensor | None = None
         self.readers = 0
+
+    def pin(self, why: str) -> None:
+        """Stay raw, as autograd itself would keep the storage: a second owner keeps it from being encoded."""
+        assert self.raw is not None
+        self.row.kept = why
+        self.pinned = self.raw.detach()
+
+    def move(self) -> None:
+        """Go on with a copy of the storage, because other tensors are rebuilt from the values of now."""
+        raw = self.raw
+        assert raw is not None
+        copy = raw.as_strided((self.numel,), (1,), 0).clone()
+        self.raw = copy.as_strided(raw.shape, raw.stride(), raw.storage_offset())
+        self.identity, self.version = capture.storage_id(copy.untyped_storage()), capture.version_of(copy)
 
     def plans(self) -> list[tuple[tuple[TensorMeta, int] | None, TensorMeta, int, list[Consumer]]]:
         """What to encode, as (key in ``parts``, form, offset, consumers): the whole storage, or each part of it."""
@@ -80,8 +97,7 @@ class Handle:
         views: dict[tuple[TensorMeta, int], list[Consumer]] = {}
         for consumer in self.consumers:
             views.setdefault((consumer.view, consumer.offset), []).append(consumer)
-        # The same stretch in another shape is no second part.
-        if sum([numel for _, numel in {(offset, view.numel) for view, offset in views}]) >= self.numel:
+        if _covers(frozenset((view.shape, view.stride, offset) for view, offset in views), self.numel):
             return [(None, self._whole(), 0, self.consumers)]
         return [(key, *key, consumers) for key, consumers in views.items()]
 
@@ -96,6 +112,35 @@ class Handle:
         if last > 1 and self.numel % last == 0:
             return TensorMeta((self.numel // last, last), (last, 1), dtype)
         return TensorMeta((self.numel,), (1,), dtype)
+
+
+@lru_cache(maxsize=1024)
+def _covers(views: frozenset[tuple[tuple[int, ...], tuple[int, ...], int]], numel: int) -> bool:
+    """Do views (shape, stride, offset) together read each of the ``numel`` values of a storage?
+
+    Views may overlap or repeat values, so sizes alone do not tell. Places are marked in units of the longest stretch
+    that every view reads whole: three for each row of q, k and v, whatever its length.
+    """
+    if sum(math.prod(shape) for shape, _, _ in views) < numel:
+        return False
+    unit, merged = numel, []
+    for shape, stride, offset in views:
+        dims: list[tuple[int, int]] = []  # (size, stride), neighbours in memory merged
+        for size, step in sorted(
+            ((n, s) for n, s in zip(shape, stride, strict=True) if n != 1 and s), key=lambda d: d[1]
+        ):
+            if dims and step == dims[-1][0] * dims[-1][1]:
+                dims[-1] = (dims[-1][0] * size, dims[-1][1])
+            else:
+                dims.append((size, step))
+        run = dims.pop(0)[0] if dims and dims[0][1] == 1 else 1
+        unit = math.gcd(unit, run, offset, *[step for _, step in dims])
+        merged.append((run, dims, offset))
+    read = torch.zeros(numel // unit, dtype=torch.bool, device="cpu")
+    for run, dims, offset in merged:
+        sizes, steps = [size for size, _ in dims], [step // unit for _, step in dims]
+        read.as_strided((*sizes, run // unit), (*steps, 1), offset // unit).fill_(True)
+    return bool(read.all())
 
 
 class Reference:
@@ -118,11 +163,17 @@ class Reference:
         return packed.codec.small(fetch(packed))
 
     def view(self, whole: Tensor) -> Tensor:
-        """This reference's part of the storage that ``whole`` fills."""
+        """This reference's part of a decoded storage, which may itself begin somewhere within larger memory."""
         shape, stride, _ = self.meta
-        if whole.shape == shape and whole.stride() == stride and whole.storage_offset() == self.offset:
+        if self.offset == 0 and whole.shape == shape and whole.stride() == stride:
             return whole
-        return whole.as_strided(shape, stride, self.offset)
+        return whole.as_strided(shape, stride, whole.storage_offset() + self.offset)
+
+    def read(self, raw: Tensor) -> Tensor:
+        """This reference's part of the very storage that was saved, unless it has changed since."""
+        if capture.version_of(raw) != self.handle.version:
+            raise changed_in_place(self.meta.shape)
+        return cut(raw, self.meta, self.offset)
 
 
 class Rebuilt:
@@ -151,9 +202,7 @@ def _fresh(reference: Reference) -> Tensor:
     """The stored tensor, as one that may be changed: never kept for another reader, who may want it as it was."""
     handle = reference.handle
     if handle.raw is not None:
-        if capture.version_of(handle.raw) != handle.version:
-            raise changed_in_place(reference.meta.shape)
-        return reference.view(handle.raw).clone()
+        return reference.read(handle.raw).clone()
     part = handle.parts.get(None) or handle.parts[(reference.meta, reference.offset)]
     values = part.values if reference.lossless is None else part.packs[reference.lossless]
     assert values is not None
@@ -164,25 +213,33 @@ def _fresh(reference: Reference) -> Tensor:
 
 
 class Recast:
-    """Autocast's copy of a parameter, made again from the parameter."""
+    """Autocast's copy of a parameter, made again from the parameter.
 
-    __slots__ = ("dtype", "parameter", "transposed", "version")
+    A change of the parameter in between is an error. Its version shows every change but those by ``.data``; of those a
+    few values all over the parameter show what changes it as a whole. A change by ``.data`` of some values alone may
+    pass unseen.
+    """
+
+    __slots__ = ("dtype", "fingerprint", "parameter", "transposed", "version")
 
     def __init__(self, parameter: Tensor, transposed: bool, dtype: torch.dtype) -> None:
         self.parameter = parameter
         self.version = capture.version_of(parameter)
+        self.fingerprint = capture.fingerprint(parameter) if capture.has_data(parameter) else 0
         self.transposed = transposed
         self.dtype = dtype
 
     def unpack(self) -> Tensor:
         """Cast again."""
-        if capture.version_of(self.parameter) != self.version:
+        parameter = self.parameter
+        changed = capture.version_of(parameter) != self.version
+        if changed or (capture.has_data(parameter) and capture.fingerprint(parameter) != self.fingerprint):
             raise RuntimeError(
-                f"a parameter of shape {tuple(self.parameter.shape)} was modified by an inplace operation (an "
-                "optimizer step?) between forward and backward; lowtide casts parameters again for backward "
-                "instead of keeping autocast's copies, so call backward first"
+                f"a parameter of shape {tuple(parameter.shape)} was modified by an inplace operation (an "
+                "optimizer step?) or through .data between forward and backward; lowtide casts parameters again for "
+                "backward instead of keeping autocast's copies, so call backward first"
             )
-        copy = self.parameter.detach().to(self.dtype)
+        copy = parameter.detach().to(self.dtype)
         return copy.t() if self.transposed else copy
 
 

@@ -38,7 +38,6 @@ from .handles import (
     Rebuilt,
     Recast,
     Reference,
-    changed_in_place,
     cut,
     described,
     masks,
@@ -58,6 +57,7 @@ MIN_NUMEL = 4096
 
 _RECENT = 12
 _SMALL_FACTOR = 1 << 16  # values; a factor that is copied for rebuilding, such as the weight of a norm, has no more
+_BY_DATA = "its memory was reached by .data, through which changes do not show"
 _HALVES = (torch.bfloat16, torch.float16)
 _STATE_FORMAT = 1
 _RAW = Raw()
@@ -84,13 +84,16 @@ class Session:
         self._probing = False
         self._repeated: tuple[Callable[[], Tensor], int] | None = None
         self._abilities = capture.probe()
-        self._capture = Capture(model, self._visit, self._settle, self._start_forward, policy.twin, policy.rebuilds)
+        self._capture = Capture(
+            model, self._visit, self._settle, self._start_forward, self._expose, policy.twin, policy.rebuilds
+        )
         self._entered = 0
         self._thread = 0
         self._noise = 0
         self._forwards = 0
         self._begun = False
-        self._static: set[int] = set()
+        self._static: dict[int, weakref.ref[Any]] = {}  # storages of the model's own tensors, as long as they live
+        self._exposed: dict[int, weakref.ref[Any]] = {}
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._recent: list[weakref.ref[Handle]] = []
         self._waiting: deque[weakref.ref[Handle]] = deque()
@@ -123,7 +126,8 @@ class Session:
             )
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
         parts = [part for t in tensors for part in strided(t)]
-        self._static = {capture.storage_id(t.untyped_storage()) for t in parts if capture.has_storage(t)}
+        storages = [capture.storage_of(t) for t in parts if capture.has_storage(t)]
+        self._static = {capture.storage_id(s): weakref.ref(s) for s in storages if s is not None}
         self._ledger.clear()
         self._without_data = False
         self._chosen.clear()
@@ -179,6 +183,7 @@ class Session:
             self._close()
 
     def _forget(self) -> None:
+        self._exposed.clear()
         self._handles.clear()
         self._recent.clear()
         self._waiting.clear()
@@ -207,10 +212,16 @@ class Session:
             self._keep_odd(slot.site, tensor)
             return
         identity = capture.storage_id(storage)
-        if identity in self._static:
+        if self._is_static(identity, storage):
             return
         if self._scope is not None and (outside := self._scope.reason(slot.site.module)) is not None:
             self._count(slot, identity, outside, kept=True)
+            return
+        if capture.is_lazy(tensor):
+            self._count(slot, identity, "a conjugate or a negative that torch has not computed yet", kept=True)
+            return
+        if self._exposed and identity in self._exposed and self._exposed[identity]() is storage:
+            self._count(slot, identity, _BY_DATA, kept=True)
             return
         if tensor.dtype in _HALVES and self._recast(slot, identity):
             return
@@ -244,8 +255,9 @@ class Session:
 
     def _keep_odd(self, site: Site, tensor: Tensor) -> None:
         """Note a tensor without a plain storage of its own; one of the model's own sparse ones costs nothing."""
-        first = strided(tensor)[0]
-        if first is tensor or not capture.has_storage(first) or _identity(first) not in self._static:
+        values = strided(tensor)[0]
+        storage = None if values is tensor or not capture.has_storage(values) else values.untyped_storage()
+        if storage is None or not self._is_static(capture.storage_id(storage), storage):
             self._ledger.add_odd(site, tensor)
 
     def _store(self, slot: Slot, identity: int, consumer: Consumer, why: str) -> None:
@@ -286,6 +298,19 @@ class Session:
         if self._abilities.sole is None:
             self._seal_if_ours(handle)
 
+    def _expose(self, storage: Any) -> None:
+        """Leave a storage to autograd, because ``.data`` may change it from now on without a trace."""
+        identity = capture.storage_id(storage)
+        if self._is_static(identity, storage):
+            return
+        self._exposed[identity] = weakref.ref(storage)
+        handle = self._pending(identity)
+        if handle is not None and handle.is_source:
+            handle.move()
+            del self._handles[identity]
+        elif handle is not None:
+            handle.pin(_BY_DATA)
+
     def _origin(self, base: Tensor | None, tensor: Tensor, numel: int) -> Origin | None:
         """How to rebuild a tensor that fills its storage from those already stored, the first laid out as it is."""
         whole = tensor if base is None else base
@@ -303,8 +328,16 @@ class Session:
                 sources[i] = source.clone()  # a parameter may change before backward
         for i, source in enumerate(sources):
             if isinstance(source, Reference) and source.meta[:2] == (whole.shape, whole.stride()):
+                for each in sources:
+                    if isinstance(each, Reference):
+                        each.handle.is_source = True
                 return origin._replace(sources=(source, *sources[:i], *sources[i + 1 :]))
         return None
+
+    def _is_static(self, identity: int, storage: Any) -> bool:
+        """Does the storage belong to the model? An identity alone may be that of one that is gone."""
+        known = self._static.get(identity)
+        return known is not None and known() is storage
 
     def _pending(self, identity: int) -> Handle | None:
         """The handle whose storage this is. Its raw tensor keeps the storage, so the identity holds."""
@@ -502,9 +535,7 @@ class Session:
         handle = reference.handle
         raw = handle.raw
         if raw is not None:
-            if capture.version_of(raw) != handle.version:
-                raise changed_in_place(reference.meta.shape)
-            return reference.view(raw)
+            return reference.read(raw)
         part = handle.parts.get(None)
         if reference.twin:
             small = reference.small(part or handle.parts[(reference.meta, reference.offset)])
@@ -751,7 +782,3 @@ def new_session(
         return Session(model, policy, seed, scope)
     memory = recall(model, (resolved, min_numel, derive, scope, seed), policy)
     return Session(model, memory.policy, seed, scope, memory.steps)
-
-
-def _identity(tensor: Tensor) -> int:
-    return capture.storage_id(tensor.untyped_storage())

@@ -1,0 +1,418 @@
+"""What the capture sees of a forward, and what it leaves alone, against plain autograd."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from lowtide.codecs import GroupQuant
+from lowtide.session.handles import _covers
+
+SOURCES = Path(lowtide.__file__).parent.parent
+PRELUDE = """
+import torch, lowtide
+from torch import nn
+import torch.nn.functional as F
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+
+class Halve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(0.5)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 0.5 * g
+"""
+
+
+def in_child(code: str, timeout: float = 60.0) -> str:
+    """Run ``code`` after the prelude in a process of its own, which is ended if it hangs; what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "use_of_a_view",
+    [
+        "v = h.view(-1); h.relu_(); y = Square.apply(v)",
+        "v = h.view(-1); h.add_(1); y = Halve.apply(v)",
+        "v = h.view(-1); h.relu_(); y = checkpoint(torch.sin, v, use_reentrant=True)",
+        "v = h.view(-1); h.relu_(); y = Hooked()(v)",
+    ],
+)
+def test_a_view_of_what_changed_in_place_does_not_hang(use_of_a_view):
+    """Torch holds a lock while it renews the history of such a view; to ask for it then would wait for ever."""
+    code = f"""
+from torch.utils.checkpoint import checkpoint
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_full_backward_hook(lambda *_: None)
+    def forward(self, v):
+        return v.sin()
+
+def step(context):
+    torch.manual_seed(0)
+    m = nn.Linear(8, 8)
+    with context(m):
+        h = m(torch.randn(4, 8))
+        {use_of_a_view}
+        y.sum().backward()
+    return m.weight.grad
+
+plain = step(lambda m: torch.enable_grad())
+for derive in (False, True):
+    found = step(lambda m: lowtide.compress(m, "lossless", min_numel=0, derive=derive))
+    print(torch.equal(plain, found))
+"""
+    assert in_child(code).split() == ["True", "True"]
+
+
+def gradients_of(model, forward, context):
+    """Gradients of all parameters, by name, and the session."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    with context as session:
+        loss = forward()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, session
+
+
+def assert_lossless_is_plain(model, forward, **options):
+    """``lossless`` gives plain autograd's gradients bit for bit; the session."""
+    plain, _ = gradients_of(model, forward, nullcontext())
+    found, session = gradients_of(model, forward, lowtide.compress(model, "lossless", min_numel=0, **options))
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    return session
+
+
+def _complex(layer, x):
+    return torch.view_as_complex(layer(x).view(256, 32, 2))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: z.conj().real * z.conj().imag,
+        lambda z: F.silu(z.conj().imag) * z.conj().imag,
+        lambda z: F.relu(z.conj().imag),
+        lambda z: F.hardtanh(z.conj().imag),
+        lambda z: F.avg_pool2d(z.conj().imag[None], 2),
+        lambda z: torch.gather(z.conj(), 1, torch.zeros(256, 4, dtype=torch.int64)).abs(),
+        lambda z: (z.conj() * z).real,
+    ],
+)
+@pytest.mark.parametrize("derive", [False, True])
+def test_lazy_negatives_and_conjugates_keep_their_sign(function, derive):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(256, 64)
+    assert_lossless_is_plain(layer, lambda: function(_complex(layer, x)).sum(), derive=derive)
+
+
+def test_lazy_negatives_are_listed():
+    layer, x = nn.Linear(64, 64), torch.randn(256, 64)
+
+    def forward():
+        z = _complex(layer, x).conj()
+        return (z.real * z.imag).sum()
+
+    session = assert_lossless_is_plain(layer, forward)
+    assert any("negative" in s.why for s in session.report().sites)
+
+
+def test_values_nobody_reads_do_not_matter():
+    """Overlapping windows are larger together than their storage, of which they leave a part unread."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Conv1d(8, 8, 1), nn.Conv1d(8, 8, 3), nn.Conv1d(8, 8, 3)])
+    x = torch.randn(16, 8, 40)
+
+    def forward():
+        buffer = torch.full((16, 8, 64), math.inf)
+        buffer[:, :, :40] = model[0](x)
+        return model[1](buffer[:, :, :39]).square().sum() + model[2](buffer[:, :, 1:40]).sum()
+
+    plain, _ = gradients_of(model, forward, nullcontext())
+    found, _ = gradients_of(model, forward, lowtide.compress(model, GroupQuant(8), min_numel=0))
+    for name in plain:
+        assert (found[name] - plain[name]).norm() <= 2**-4 * plain[name].norm()
+
+
+VIEWS = [
+    *[lambda t, i=i: t.chunk(3, -1)[i] for i in range(3)],
+    *[lambda t, i=i: t.chunk(2, 0)[i] for i in range(2)],
+    lambda t: t[:, ::2],
+    lambda t: t[:, 1::2],
+    lambda t: t.t(),
+    lambda t: t[:1].expand(12, -1),
+    lambda t: t.unfold(1, 4, 2),
+    lambda t: t[2:9, 1:],
+    lambda t: t.reshape(-1)[5:],
+    lambda t: t[3],
+    lambda t: t[0, 0],
+]
+
+
+def test_coverage_is_that_of_brute_force():
+    rows, columns = 12, 18
+    for count in (1, 2, 3, 4):
+        for chosen in itertools.combinations(VIEWS, count):
+            read = torch.zeros(rows, columns)
+            views = [view(read) for view in chosen]
+            described = frozenset((tuple(v.shape), v.stride(), v.storage_offset()) for v in views)
+            places = {
+                int(i) for view in chosen for i in view(torch.arange(rows * columns).view(rows, columns)).flatten()
+            }
+            assert _covers(described, rows * columns) == (len(places) == rows * columns)
+
+
+def _edit_before_it_is_read(model, h):
+    y = F.relu(h)
+    y.data.sub_(0.3)
+    return model[1](y)
+
+
+def _edit_after_it_is_read(model, h):
+    y = F.relu(h)
+    z = model[1](y)
+    y.data.sub_(0.3)
+    return z
+
+
+def _edit_later_through_an_alias(model, h):
+    y = F.relu(h)
+    alias = y.data
+    z = model[1](y)
+    alias.sub_(0.3)
+    return z
+
+
+def _edit_without_gradients(model, h):
+    y = F.relu(h)
+    with torch.no_grad():
+        y.view(-1).data.sub_(0.3)
+    return model[1](y)
+
+
+@pytest.mark.parametrize(
+    "edit", [_edit_before_it_is_read, _edit_after_it_is_read, _edit_later_through_an_alias, _edit_without_gradients]
+)
+@pytest.mark.parametrize("method", ["lossless", GroupQuant(8), "auto", "blpa"])
+def test_a_relu_edited_by_data_is_no_longer_taken_for_one(edit, method):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)), torch.randn(64, 16)
+
+    def forward():
+        return edit(model, model[0](x)).sum()  # saves nothing but what is edited
+
+    plain, _ = gradients_of(model, forward, nullcontext())
+    found, session = gradients_of(model, forward, lowtide.compress(model, method, min_numel=0))
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert any(".data" in s.why for s in session.report().sites)
+
+
+def test_a_change_through_data_of_a_saved_tensor_raises_as_in_plain():
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 16), torch.randn(64, 16)
+    for context in (nullcontext(), lowtide.compress(model, "actnn", min_numel=0)):
+        with context:
+            h = model(x)
+            alias = h.data
+            y = (h.sin() + h * alias).sum()
+            alias.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+def _double(p):
+    p.data.mul_(2)
+
+
+def _replace(p):
+    p.data = p.data * 2
+
+
+def _nudge(p):
+    p.data.add_(1e-6)
+
+
+@pytest.mark.parametrize("change", [_double, _replace, _nudge])
+@pytest.mark.parametrize("layer", [nn.Linear(64, 48), nn.Conv1d(64, 48, 3)], ids=["linear", "conv"])
+def test_a_parameter_changed_by_data_before_backward_raises_under_autocast(layer, change):
+    x = torch.randn(8, 64, *[9] * (layer.weight.dim() - 2)).requires_grad_()
+    with lowtide.compress(layer, "lossless", min_numel=0), torch.autocast("cpu", torch.bfloat16):
+        loss = layer(x).float().sum()
+    change(layer.weight)
+    with pytest.raises(RuntimeError, match="call backward first"):
+        loss.backward()
+
+
+def test_a_parameter_replaced_by_an_equal_one_is_cast_again():
+    layer, x = nn.Linear(64, 48), torch.randn(8, 64).requires_grad_()
+    results = []
+    for context in (nullcontext(), lowtide.compress(layer, "lossless", min_numel=0)):
+        with context, torch.autocast("cpu", torch.bfloat16):
+            loss = layer(x).float().square().sum()
+        layer.weight.data = layer.weight.data.clone()
+        results.append(torch.autograd.grad(loss, x)[0])
+    assert torch.equal(*results)
+
+
+def test_nan_in_a_parameter_is_no_change():
+    layer, x = nn.Linear(64, 48), torch.randn(8, 64).requires_grad_()
+    with torch.no_grad():
+        layer.weight[0, 0] = math.nan
+    with lowtide.compress(layer, "lossless", min_numel=0), torch.autocast("cpu", torch.bfloat16):
+        loss = layer(x).float().sum()
+    loss.backward()
+    assert x.grad[:, 0].isnan().all()
+
+
+@pytest.mark.parametrize("edit", [lambda t: None, lambda t: t.mul_(3), lambda t: t.data.mul_(3)])
+def test_a_leaf_input_under_autocast_is_no_parameter(edit):
+    """Plain autograd keeps the copy in bfloat16, which a change of the input does not reach."""
+    torch.manual_seed(0)
+    layer, start = nn.Linear(64, 48), torch.randn(32, 64)
+    grads = []
+    for context in (nullcontext(), lowtide.compress(layer, "lossless", min_numel=0)):
+        layer.zero_grad()
+        x = start.clone().requires_grad_()
+        with context, torch.autocast("cpu", torch.bfloat16):
+            loss = layer(x).float().square().sum()
+        with torch.no_grad():
+            edit(x)
+        loss.backward()
+        grads.append(layer.weight.grad.clone())
+    assert torch.equal(*grads)
+
+
+def test_a_new_tensor_at_the_address_of_an_old_parameter_is_no_parameter():
+    """Sharded training gives parameters new memory within forward; activations then get the old addresses."""
+    torch.manual_seed(0)
+
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                layer.weight.data = layer.weight.data.clone()
+                x = F.gelu(layer(x))
+            return x.sum()
+
+    model, x = Moving(), torch.randn(64, 64)
+    with lowtide.compress(model, GroupQuant(4), min_numel=0) as session:
+        loss = model(x)
+        read = [s.site for s in session.report().sites if s.site.op in ("Gelu", "Addmm")]
+    loss.backward()
+    assert len({site for site in read if site.op == "Gelu"}) == 6
+    assert len({site for site in read if site.slot == "mat1"}) == 6
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        "torch.device('meta')",
+        "torch.inference_mode()",
+        "torch.no_grad()",
+        "torch.autograd.graph.save_on_cpu()",
+        "FakeTensorMode()",
+        "torch.autograd.graph.disable_saved_tensors_hooks('not now')",
+    ],
+)
+def test_where_the_first_session_is_made_does_not_matter(surroundings):
+    code = f"""
+from torch._subclasses import FakeTensorMode
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
+with {surroundings}:
+    session = lowtide.compress(model, "actnn", min_numel=0)
+    assert lowtide.graph.capture.watching() is False
+with lowtide.compress(model, "actnn", min_numel=0) as session:
+    loss = model(torch.randn(128, 64)).sum()
+print(session.report().ratio > 2)
+"""
+    assert in_child(code).split()[-1] == "True"
+
+
+def test_a_first_session_within_a_transform_does_not_matter():
+    code = """
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
+torch.func.grad(lambda x: (lowtide.compress(model, "actnn", min_numel=0), x.sum())[1])(torch.randn(3))
+with lowtide.compress(model, "actnn", min_numel=0) as session:
+    loss = model(torch.randn(128, 64)).sum()
+print(session.report().ratio > 2)
+"""
+    assert in_child(code).split()[-1] == "True"
+
+
+def in_thread(function):
+    """What ``function`` returns in a new thread."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def made_in(place, function):
+    return in_thread(function) if place == "worker" else function()
+
+
+@pytest.mark.parametrize(("features_in", "head_in"), [("main", "worker"), ("worker", "main"), ("main", "main")])
+@pytest.mark.parametrize("warm", [0, 1, 7, 40])
+def test_graphs_of_another_thread_stay_as_they_are(features_in, head_in, warm):
+    """Only the head is attached; the features' own gradient is bit for bit that of a head that saves exactly."""
+    torch.manual_seed(0)
+    body = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(8)])
+    head = nn.Sequential(nn.Linear(32, 8))
+    x = torch.randn(64, 32)
+
+    def step(place):
+        body.zero_grad()
+        for _ in range(warm):  # moves the numbers that this thread gives to nodes
+            torch.ones(1, requires_grad=True).exp()
+        features = made_in(features_in, lambda: body(x))
+        made_in(place, lambda: head(features)).sum().backward()
+        return [p.grad.clone() for p in body.parameters()]
+
+    plain = step(head_in)
+    with_hooks = lowtide.attach(head, "actnn", bits=2, min_numel=0)
+    for _ in range(3):
+        found = step(head_in)
+        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert not [s for s in with_hooks.report().sites if s.site.op == "Gelu"]
+    with_hooks.remove()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -621,3 +622,76 @@ def test_values_come_back_in_their_places(layout: str, method: str, options: dic
     assert report is not None
     assert _of(report, ("Convolution", "input"))
     assert float((packed["w"] - plain["w"]).norm() / plain["w"].norm()) < 0.05
+
+
+@pytest.mark.parametrize("function", [F.hardtanh, F.relu6, F.hardtanh_], ids=["hardtanh", "relu6", "in place"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_nan_in_a_hardtanh_of_whole_vectors(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """The kernel treats NaN in two ways: in whole vectors, and in what is left. Whole vectors are nearly all."""
+    model = nn.Linear(64, 64, dtype=dtype)
+    x = torch.randn(64, 64, dtype=dtype)
+    x[::3] = math.nan
+    grads = []
+    for context in (nullcontext(), lowtide.compress(model, "lossless", min_numel=0)):
+        model.zero_grad()
+        with context as session:
+            loss = function(model(x)).sum()
+        loss.backward()
+        assert model.bias.grad is not None
+        grads.append(model.bias.grad.clone())
+    assert torch.equal(*grads)
+    assert session is not None
+    assert ["mask" in s.codec for s in session.report().sites if s.site.op == "Hardtanh"] == [True]
+
+
+def _bits(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, str]:
+    """The codec of each stored tensor, by the op and slot that read it first or as well."""
+    with lowtide.compress(model, "actnn", bits=2, min_numel=0) as session:
+        loss = forward()
+    report = session.report()
+    del loss
+    codecs = {str(s.site): s.codec for s in report.sites if s.codec}
+    return {str(s.site): s.codec or codecs.get(s.why.removeprefix("stored at "), s.why) for s in report.sites}
+
+
+@pytest.mark.parametrize("product", ["q @ k.t()", "torch.mm(q, k.t().clone())", "torch.addmm(q[0, :1], q, k.t())"])
+def test_a_product_of_activations_keeps_four_bits_of_both(product: str) -> None:
+    model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    x = torch.randn(64, 32)
+
+    def forward() -> Tensor:
+        q, k = model[0](x), model[1](x)
+        found: Tensor = eval(product, {"torch": torch, "q": q, "k": k})
+        return found.sum()
+
+    codecs = _bits(model, forward)
+    slots = ("Addmm.mat1", "Addmm.mat2") if "addmm" in product else ("Mm.self", "Mm.mat2")
+    for slot in slots:
+        assert "4 bits" in codecs[f"(model): {slot}"], codecs
+
+
+@pytest.mark.parametrize(
+    "product",
+    ["h @ w", "h @ w.t()", "torch.addmm(w[0], h, w)", "h @ w[:, :8]", "h @ w.to(torch.float64).to(torch.float32)"],
+)
+def test_a_product_with_a_parameter_may_have_two_bits(product: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    weight = nn.Parameter(torch.randn(32, 32))
+    x = torch.randn(64, 32)
+
+    def forward() -> Tensor:
+        found: Tensor = eval(product, {"torch": torch, "h": model(x), "w": weight})
+        return found.sum()
+
+    codecs = _bits(model, forward)
+    slot = "Addmm.mat1" if "addmm" in product else "Mm.self"
+    assert "2 bits" in codecs[f"(model): {slot}"], codecs
+
+
+@pytest.mark.parametrize(("norm", "size", "bits"), [("instance", 12, 4), ("instance", 40, 2), ("batch", 12, 2)])
+def test_an_instance_norm_of_small_maps_propagates_its_noise(norm: str, size: int, bits: int) -> None:
+    kinds = {"instance": nn.InstanceNorm2d(8), "batch": nn.BatchNorm2d(8)}
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), kinds[norm])
+    x = torch.randn(4, 3, size, size)
+    codecs = _bits(model, lambda: model(x).sum())
+    assert f"{bits} bits" in codecs["1: NativeBatchNorm.input"], codecs

@@ -40,6 +40,14 @@ _FAITHFUL = "lowtide faithful"
 _BIAS = "lowtide bias"
 _RAW = "_raw_saved_"
 _PARAMETER_NODE = "AccumulateGrad"
+_FORMS = frozenset(
+    f"{name}Backward{variant}"
+    for name in (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand"),
+        *("Slice", "Select", "Split", "SplitWithSizes", "Narrow", "AsStrided", "Alias", "Clone", "ToCopy"),
+    )
+    for variant in (0, 1, 2)
+)
 _DATA: Any = Tensor.data
 _GETTER = type(_DATA.__get__)
 _FAKE: Any = getattr(torch, "_subclasses", None)
@@ -82,6 +90,13 @@ class Slot(NamedTuple):
     def needs_grad(self, edge: int) -> bool:
         """Does backward have to produce the gradient of the op's ``edge``-th differentiable input?"""
         return self.node.next_functions[edge][0] is not None
+
+    def is_of_leaf(self, edge: int) -> bool:
+        """Is the op's ``edge``-th differentiable input a leaf, or merely another form of one: a view, a cast?"""
+        node = parent(self.node, edge)
+        while node is not None and type(node).__name__ in _FORMS:
+            node = parent(node, 0)
+        return node is None or type(node).__name__ == _PARAMETER_NODE
 
     def scalar(self, name: str) -> Any:
         """A number the node saved beside its tensors, such as ``min_val`` or ``kernel_size``."""

@@ -185,13 +185,16 @@ RULES: dict[tuple[str, str], Rule] = {
         for op in _NORMS
         for slot in ("result1", "result2", "running_mean", "running_var")
     },
-    # activations of which one bit is read; the ends and NaN as each kernel treats them
+    # activations of which one bit is read; the ends and NaN as each kernel treats them (that of hardtanh stops the
+    # gradient at a NaN in its vector code, and lets it pass in the few values behind the last whole vector)
     ("Relu", "result"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf), rectified=True),
     ("LeakyRelu", "self"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)),
     ("LeakyRelu1", "result"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)),
     ("Threshold", "self"): Rule(Need.LOSSLESS, "only the side is read", codec=_band("threshold", math.inf)),
     ("Threshold1", "self"): Rule(Need.LOSSLESS, "only the side is read", codec=_band("threshold", math.inf)),
-    ("Hardtanh", "self"): Rule(Need.LOSSLESS, "only inside or outside is read", codec=_band("min_val", "max_val")),
+    ("Hardtanh", "self"): Rule(
+        Need.LOSSLESS, "only inside or outside is read", codec=_band("min_val", "max_val", nan=False)
+    ),
     ("Hardsigmoid", "self"): Rule(Need.LOSSLESS, "only inside or outside is read", codec=_band(-3.0, 3.0, nan=False)),
     ("Clamp1", "self"): Rule(
         Need.LOSSLESS, "only inside or outside is read", codec=_band("min", "max", closed=True, nan=False)
@@ -269,9 +272,20 @@ RULES: dict[tuple[str, str], Rule] = {
 }
 
 
+_ACTIVATION = Rule(Need.PROPAGATE, "multiplies another activation: its noise reaches what made that one")
+_FEW = Rule(Need.PROPAGATE, "statistics of one sample: too few values to average the noise", spatial=True)
+_FACTOR_EDGE = {("Mm", "self"): 1, ("Addmm", "mat1"): 2}  # where the other factor's gradient goes
 _FROZEN_CONV = Rule(Need.LOSSLESS, "the weight is frozen: only the shape is read", codec=_shape_only)
 _DERIVED_WEIGHT = Rule(Need.EXACT, "a weight made by other ops: its noise would reach every earlier layer")
 _ROOT = Rule(Need.EXACT, "not a whole power: noise around zero would explode or leave its domain")
+
+
+def _is_small_instance(x: Tensor) -> bool:
+    """Instance norm is a batch norm of one sample that has the maps of all samples as channels.
+
+    Noise passes with a factor of about ``1 / sqrt(n)``, where ``n`` values share a statistic: 3 % from 1024 on.
+    """
+    return x.dim() > 2 and x.shape[0] == 1 and math.prod(x.shape[2:]) < 1024
 
 
 def rule_for(slot: Slot) -> Rule | None:
@@ -284,6 +298,11 @@ def rule_for(slot: Slot) -> Rule | None:
         return _FROZEN_CONV
     if name == "mat2" and slot.call == "linear":
         return _DERIVED_WEIGHT
+    edge = _FACTOR_EDGE.get((op, name))
+    if edge is not None and slot.call != "linear" and not slot.is_of_leaf(edge):
+        return _ACTIVATION
+    if rule.need is Need.BATCH and _is_small_instance(slot.tensor):
+        return _FEW
     if op == "Pow" and not (float(exponent := slot.scalar("exponent")) >= 1 and float(exponent).is_integer()):
         return _ROOT
     return rule

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 
 from lowtide.tools.malloc import can_tune
@@ -37,3 +42,20 @@ def test_freed_memory_is_kept_and_page_faults_go():
     # heap may grow by another tensor or two until the pieces fit.
     assert plain["faults"] > 160_000
     assert tuned["faults"] < plain["faults"] / 4
+
+
+@pytest.mark.skipif(not can_tune() or shutil.which("cc") is None, reason="needs glibc and a C compiler")
+def test_another_allocator_loaded_first_is_not_tuned(tmp_path):
+    """As with jemalloc: glibc still has mallopt then, but it does not serve the process."""
+    source, library = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text(
+        "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    code = "from lowtide.tools.malloc import can_tune, tune_cpu_allocator; print(can_tune(), tune_cpu_allocator())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for preload, expected in (("", "True True"), (str(library), "False False")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment | {"LD_PRELOAD": preload}
+        )
+        assert done.stdout.strip() == expected, done.stderr

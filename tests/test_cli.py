@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -30,6 +31,14 @@ def test_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> N
         cli.main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"
+
+
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lowtide", "methods"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("lowtide", run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.splitlines() == list(lowtide.methods().values())
 
 
 def test_methods_lists_every_method(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,8 +191,14 @@ def test_probes_see_a_quarter_of_the_first_warm_batch_only():
 
 def test_every_method_is_measured_and_every_entry_runs():
     assert {entry.method for entry in entries()} == set(lowtide.methods())
+    batch = small_batch()
     for entry in entries():
-        lowtide.attach(small_net(), entry.method, **entry.options).remove()
+        model = small_net()
+        handle = lowtide.attach(model, entry.method, **entry.options)
+        nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+        report = handle.report()
+        assert report.stored_nbytes < report.plain_nbytes or entry.method == "lossless", entry
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()), entry
 
 
 def test_methods_of_other_versions_are_left_out(monkeypatch):

@@ -58,15 +58,21 @@ def test_exact_codecs_leave_gradients_bit_identical(name, method, autocast):
     assert got.keys() == expected.keys()
     for parameter in expected:
         assert torch.equal(got[parameter], expected[parameter]), parameter
-    if method == "lossless":
-        assert all(r.stored_nbytes < r.plain_nbytes for r in reports)
+    assert len(reports) == 3
+    for report in reports:  # a session that stored nothing would leave gradients as they are, too
+        if method == "lossless":
+            assert report.stored_nbytes < report.plain_nbytes
+        else:
+            assert any(site.state == "compressed" and site.codec.startswith("raw") for site in report.sites)
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_sites_are_the_same_in_each_step(name):
     _, _, reports = train(name, "actnn")
-    assert [s.site for s in reports[0].sites] == [s.site for s in reports[1].sites]
-    assert len({s.site for s in reports[0].sites}) == len(reports[0].sites)
+    first, *others = ([s.site for s in report.sites] for report in reports)
+    assert len(others) == 2
+    assert all(sites == first for sites in others)
+    assert len(set(first)) == len(first) > 0
 
 
 @dataclass(frozen=True)

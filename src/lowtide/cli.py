@@ -169,7 +169,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _function(arguments: argparse.Namespace) -> Callable[[], Any]:
-    """The user's function; a module or function that does not exist is a wrong argument."""
+    """Import the user's function; a module or function that does not exist is a wrong argument."""
     module, name = arguments.function
     if "" not in sys.path:
         sys.path.insert(0, "")  # as python -m has it; the installed command does not
@@ -232,7 +232,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _cure(served: str) -> str:
-    """What to do about an operator that the reference serves for this reason."""
+    """Say what to do about an operator that the reference serves for this reason."""
     if "LOWTIDE_KERNELS" in served:
         return "Unset LOWTIDE_KERNELS to use the compiled kernels."
     if "ModuleNotFoundError" in served:

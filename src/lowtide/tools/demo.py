@@ -100,7 +100,7 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequential:
 
 
 def network(width: int = 16) -> nn.Sequential:
-    """A residual network for 32x32 grey images: six blocks, ten classes."""
+    """Build a residual network of six blocks, for grey images of 32x32 pixels in ten classes."""
     return nn.Sequential(
         _conv(1, width, 3, 1),
         nn.ReLU(inplace=True),
@@ -114,7 +114,7 @@ def network(width: int = 16) -> nn.Sequential:
 
 
 def _digits() -> dict[str, Any]:
-    """Pixels and labels as plain lists, so that children need not import scikit-learn."""
+    """Return pixels and labels as plain lists, so that children need not import scikit-learn."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -164,7 +164,7 @@ class _Training:
         return loss.item()
 
     def kept(self, images: Tensor) -> tuple[int, int]:
-        """Bytes that autograd keeps for the last step, and bytes that were stored instead."""
+        """Return the bytes that autograd keeps for a step, and the bytes that were stored instead."""
         if self.handle is not None:
             report = self.handle.report()
             return report.plain_nbytes, report.stored_nbytes
@@ -213,13 +213,13 @@ def train(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
 
 def timed_steps(seconds: Sequence[float]) -> list[float]:
-    """The times that count: not the warm-up, and not the first step of a turn; the last step if there is no other."""
+    """Leave out the warm-up and the first step of each turn; return the last step's time if no other is left."""
     counted = [value for i, value in enumerate(seconds) if i >= _WARM and i % _TURN]
     return counted or [seconds[-1]]
 
 
 def peaks(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Peak memory of a step of each method, above weights, optimizer state and data.
+    """Measure the peak memory of a step of each method, above weights, optimizer state and data.
 
     This is for a child with exact memory, in which each training gives all its memory back before the next begins.
     """
@@ -236,7 +236,7 @@ def peaks(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
 
 def kernels_in_use() -> str:
-    """What served the operators called in this process so far: "numba", or "reference: reason"."""
+    """Tell what served the operators called in this process so far: "numba", or "reference: reason"."""
     used = [served for served in kernels.status().values() if "not compiled yet" not in served]
     return next((served for served in used if served.startswith("reference")), "numba")
 
@@ -332,7 +332,7 @@ def _show(rows: Sequence[Row], steps: int, batch: int, sentence: str) -> None:
 
 
 def setting(rows: Sequence[Row]) -> str:
-    """The settings under which the columns of memory and time were measured, in one line."""
+    """Say in one line under which settings the columns of memory and time were measured."""
     malloc = (
         "with lowtide.tune_cpu_allocator()"
         if all(row.allocator == "tuned" for row in rows)

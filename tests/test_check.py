@@ -21,7 +21,7 @@ import lowtide
 from lowtide import cli
 from lowtide.codecs import Codec, GroupQuant, Packed, TensorMeta
 from lowtide.session import session
-from lowtide.session.replay import gradients, part_of, samples_in
+from lowtide.session.replay import gradients, samples_in, slice_of
 from lowtide.verify.check import (
     LEAST_NOISE,
     LEVEL,
@@ -429,6 +429,21 @@ def test_a_loss_that_couples_samples_hides_sgd_noise() -> None:
     assert any("couples samples" in note for note in notes)
 
 
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    y: Tensor
+
+
+def test_batches_in_dataclasses_have_the_noise_of_the_same_batches_in_tuples() -> None:
+    model, batch = convnet().eval(), images()
+    expected, _ = noise_of(model, batch, cross_entropy)
+    found, _ = noise_of(model, Batch(*batch), lambda model, batch: cross_entropy(model, (batch.x, batch.y)))
+    assert expected is not None
+    assert expected > 0.1
+    assert found == expected
+
+
 class Pair(NamedTuple):
     x: Tensor
     y: list[Tensor]
@@ -437,7 +452,7 @@ class Pair(NamedTuple):
 def test_parts_keep_their_containers() -> None:
     batch = {"pair": Pair(torch.arange(6), [torch.arange(6) * 2]), "scale": torch.tensor(3.0), "flag": None}
     assert samples_in(batch) == 6
-    part = part_of(batch, 2, 4)
+    part = slice_of(batch, 2, 4)
     assert type(part["pair"]) is Pair
     assert part["pair"].x.tolist() == [2, 3]
     assert part["pair"].y[0].tolist() == [4, 6]

@@ -290,6 +290,46 @@ def test_evaluation_between_steps_is_left_alone():
     assert len(handle.guard.readings) == 3
 
 
+def test_hooks_on_parameters_count_steps_alone():
+    model, fired = net(), []
+    model[3].weight.register_hook(lambda gradient: fired.append("before"))
+    model[3].weight.register_post_accumulate_grad_hook(lambda parameter: fired.append("after"))
+    handle = lowtide.attach(model, "actnn", guard=Guard(every=1))
+    for x, y in batches(3):
+        F.cross_entropy(model(x), y).backward()
+    assert len(handle.guard.readings) == 3
+    assert fired == ["before", "after"] * 3
+
+
+@dataclass(frozen=True)
+class Images:
+    pixels: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_inputs_in_a_dataclass():
+    class OfImages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, images):
+            return F.cross_entropy(self.net(images.pixels), images.labels, reduction="none")
+
+    model, plain = OfImages().eval(), WithLoss().eval()  # batch norms and dropout would see other samples
+    handles = [lowtide.attach(m, "lossless", guard=Guard(every=1)) for m in (model, plain)]
+    for x, y in batches(2):
+        torch.manual_seed(0)
+        model(Images(x, y)).mean().backward()
+        torch.manual_seed(0)
+        F.cross_entropy(plain(pixels=x)["logits"], y).backward()
+    for found, expected in zip(*(handle.guard.readings for handle in handles), strict=True):
+        assert found.noise > 0
+        # Both are sums of float32 products in another order.
+        assert found.noise == pytest.approx(expected.noise, rel=1e-4)
+        assert found.square == pytest.approx(expected.square, rel=1e-4)
+
+
 class Graph(nn.Module):
     def __init__(self):
         super().__init__()

@@ -25,7 +25,7 @@ from ..policy.plan import Plan
 from ..policy.use import Use
 from ..report import Report, size
 from ..session import MIN_NUMEL, Session, attached, new_session
-from ..session.replay import NotDivisible, gradients, part_of, samples_in, suspects
+from ..session.replay import NotDivisible, gradients, samples_in, slice_of, suspects
 from .guard import LEAST_NOISE
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -486,7 +486,7 @@ def _sgd_noise(model: nn.Module, batch: Any, loss: LossFn, exact: Mapping[str, T
         samples = samples_in(batch)
         parts = min(PARTS, samples)
         part = samples // parts
-        probes = [_Probe(model, loss, part_of(batch, i * part, (i + 1) * part), i) for i in range(parts)]
+        probes = [_Probe(model, loss, slice_of(batch, i * part, (i + 1) * part), i) for i in range(parts)]
         found = [_gathered(gradients(model, probe)) for probe in probes]
     except NotDivisible as reason:
         return str(reason)

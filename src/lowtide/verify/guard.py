@@ -29,7 +29,7 @@ from ..policy.tuners.base import require_keys, site_of
 from ..policy.use import Use
 from ..report import size
 from ..session import Session
-from ..session.replay import NotDivisible, gradients, leaves_of, part_of, samples_in, suspects
+from ..session.replay import NotDivisible, gradients, leaves_of, mapped, samples_in, slice_of, suspects
 
 logger = logging.getLogger("lowtide.guard")
 
@@ -111,7 +111,7 @@ class _Taken:
             raise NotDivisible(f"a batch of {self.samples} samples is too small; {_LEAST_SAMPLES} are needed")
         self.step = step
         self.half = max(1, self.samples // _SHARE)
-        self.inputs = _copied(part_of(inputs, 0, 2 * self.half))
+        self.inputs = _copied(slice_of(inputs, 0, 2 * self.half))
         self.weights: dict[int, Tensor] = {}
         self.problem: str | None = None  # must not be raised in the user's backward
         self._covered: dict[int, set[int]] = {}
@@ -160,7 +160,7 @@ class _Taken:
         """Has the gradient of the real loss, for one half of the samples and with random numbers of its own."""
         torch.manual_seed(which)
         start, stop = which * self.half, (which + 1) * self.half
-        args, kwargs = _copied(part_of(self.inputs, start, stop))
+        args, kwargs = _copied(slice_of(self.inputs, start, stop))
         leaves = list(leaves_of(model(*args, **kwargs)))
         mixed = any(weight.dim() for weight in self.weights.values())
         terms = []
@@ -191,14 +191,12 @@ def _dependencies(nodes: Mapping[int, Any]) -> dict[int, set[int]]:
 
 
 def _copied(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.detach().clone().requires_grad_(batch.requires_grad)
-    if isinstance(batch, Mapping):
-        return {key: _copied(value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [_copied(value) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    """The batch with tensors of its own, so that a model that changes its inputs harms nobody."""
+    return mapped(batch, lambda leaf: _cloned(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class Watch:

@@ -18,7 +18,7 @@ LAYERS = [
     *["__main__", "cli"],
     *["tools.demo", "tools.measure", "tools.malloc"],
     *["attachment"],
-    *["verify.check", "verify.guard"],
+    *["verify.check", "verify.guard", "verify.evidence"],
     *["session.session", "session.handles", "session.replay", "session.offload"],
     *["report"],
     *["policy.methods", "policy.tuners.mix", "policy.tuners.bits", "policy.tuners.levels", "policy.tuners.samples"],

@@ -26,7 +26,7 @@ from ..policy.use import Use
 from ..report import Report, size
 from ..session import MIN_NUMEL, Session, attached, new_session
 from ..session.replay import NotDivisible, gradients, samples_in, slice_of, suspects
-from .guard import LEAST_NOISE
+from .evidence import LEADING, LEAST_NOISE
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -45,9 +45,6 @@ UNSAFE_BIAS = 0.05
 
 LEVEL = 0.01
 """Bias counts if noise alone would look like it with at most this chance, divided by the number of tests made."""
-
-LEADING = 0.1
-"""Parameters with at least this part of the gradient's length are tested for bias by themselves."""
 
 WARM = 3
 """Steps that an adaptive method sees before it is judged."""

@@ -1,23 +1,22 @@
 """Watching the gradient while training: small probes, and more precision where it is needed.
 
 Now and then a few samples of a batch are kept, and the gradient that backward brings to the model's outputs for them.
-With both the parameters' gradients of these samples can be made again without knowing the loss, exactly and
-compressed. That happens at the end of the same backward, and they are compared as :func:`lowtide.check` does, in
-units of the whole batch's gradient.
+With both, the parameters' gradients of these samples can be made again without knowing the loss, exactly and
+compressed. That happens at the end of the same backward. The two are compared in units of the whole batch's gradient,
+as :func:`lowtide.check` compares them, and ``evidence`` tells when a difference is more than chance.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import statistics
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +29,15 @@ from ..policy.use import Use
 from ..report import size
 from ..session import Session
 from ..session.replay import NotDivisible, gradients, leaves_of, mapped, samples_in, slice_of, suspects
+from .evidence import ERROR, LEAST_NOISE, LONGER, SHORTER, Evidence, Finding, Reading
 
 logger = logging.getLogger("lowtide.guard")
-
-LEAST_NOISE = 0.4
-"""SGD's noise counts as at least this, and as this where it is unknown: an unbiased error of a quarter of it, 0.1,
-makes the mean square of a step 1 % longer, which is little whatever SGD does; 0.4 makes it 16 % longer."""
 
 _SHARE = 16
 """A probe runs twice on one of so many parts of a batch, so its exact activations are as small as compressed ones."""
 
 _WINDOW = 8
-"""Probes that are judged together."""
-
-_FEW = 4
-_CERTAIN = 4.54
-"""Bias counts if its mean is so many standard errors from zero: 1 % by Student's t with 4 probes, less with more."""
+"""Readings that are kept to be looked at; what judges is the evidence of all."""
 
 _THIN = 1 << 16
 """Values of each parameter's gradient that are compared; more would tell the same."""
@@ -72,8 +64,13 @@ class Guard:
 
     Every ``every`` steps, at the end of backward, two parts of a sixteenth of the batch (a sample at least) are run
     exactly and compressed: from 16 samples on a quarter of a step's work. The error may be ``error`` times SGD's own
-    noise between the two parts, which counts as at least 0.4 of the gradient; a bias that shows over at least four
-    looks may be ``bias`` of the gradient.
+    noise between the two parts, which counts as at least 0.4 of the gradient. The bias may be ``bias`` of the gradient,
+    and of the gradient of each parameter that has at least a tenth of its length.
+
+    While the mean of the error is within its limit, the chance of an alarm about it is at most 1 % over all looks of a
+    run, however many there are; the same holds for bias (``src/lowtide/verify/evidence.py`` says why, and what is
+    assumed). More than that is found the sooner the larger it is: an error of twice its limit in about 5 looks, a bias
+    without noise in about 30, one that is hidden in noise in as many looks as it takes.
     """
 
     every: int = 100
@@ -86,20 +83,6 @@ class Guard:
         for name, value in (("error", self.error), ("bias", self.bias)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a number above 0; got {value!r}")
-
-
-class Reading(NamedTuple):
-    """What one look found, as squares in one common unit.
-
-    ``square`` is the whole batch's gradient, ``error`` that of compression, ``noise`` SGD's own, ``bias`` the product
-    of the errors of two parts, which noise leaves at zero on average.
-    """
-
-    step: int
-    square: float
-    error: float
-    noise: float
-    bias: float
 
 
 class _Taken:
@@ -209,6 +192,8 @@ class Watch:
         self.guard = guard
         self.readings: deque[Reading] = deque(maxlen=_WINDOW)
         """The last looks since precision was last raised."""
+        self._evidence = Evidence(guard.error, guard.bias)
+        self._finding: Finding | None = None  # what is being raised for
         self.raised: dict[Site, Codec | None] = {}
         """The codec that each raised tensor has at least, by its first site; None is exact."""
         self.log: list[str] = []
@@ -299,9 +284,14 @@ class Watch:
             if not reading.square:
                 return  # a gradient of zero is no measure
             self.readings.append(reading)
-            too_much = self.verdict()
-            if too_much is not None:
-                self._raise(too_much, exact, found, probes, taken)
+            parameters = {name: self._read([_only(e, name) for e in exact], found, taken) for name in exact[0]}
+            self._finding = self._evidence.look(reading, parameters)
+            if self._finding is not None:
+                place = self._finding.parameter or None
+                try:
+                    self._raise(self._finding.what, [_only(e, place) for e in exact], found, probes, taken)
+                finally:
+                    self._evidence = Evidence(self.guard.error, self.guard.bias)
         self._failures, self._lost = 0, False
 
     def _compressed(
@@ -321,24 +311,19 @@ class Watch:
         return found
 
     def _read(self, exact: list[dict[str, Tensor]], found: list[dict[str, Tensor]], taken: _Taken) -> Reading:
-        """A part's noise is that of the batch times the root of how many parts there are."""
+        """What a look says of the parameters in ``exact``.
+
+        A part's noise is that of the batch times the root of how many parts there are.
+        """
         share = taken.share
+        found = [{name: f[name] for name in e if name in f} for f, e in zip(found, exact, strict=True)]
         difference = [_minus(f, e) for f, e in zip(found, exact, strict=True)]
         noise = share * _product(_minus(*exact), _minus(*exact)) / 2
         error = share * sum(_product(d, d) for d in difference) / 2
         square = max(0.0, _product(*exact)) + noise
-        return Reading(taken.step, square, error, noise, _product(*difference))
-
-    def verdict(self) -> str | None:
-        """What is out of the band over the last readings, each in units of its own gradient: "error", "bias", None."""
-        error, noise = self._mean("error"), self._mean("noise")
-        if not error <= self.guard.error**2 * max(noise, LEAST_NOISE**2):
-            return "error"
-        products = [r.bias / r.square for r in self.readings]
-        mean = statistics.fmean(products)
-        if len(products) < _FEW or mean <= self.guard.bias**2:
-            return None
-        return "bias" if mean > _CERTAIN * statistics.stdev(products) / math.sqrt(len(products)) else None
+        own = sum(_product(e, e) for e in exact)
+        along = sum(_product(d, e) for d, e in zip(difference, exact, strict=True)) / own if own else 0.0
+        return Reading(taken.step, square, error, noise, _product(*difference), along)
 
     def _mean(self, what: str) -> float:
         parts: list[float] = [getattr(reading, what) / reading.square for reading in self.readings]
@@ -385,12 +370,16 @@ class Watch:
         self._say(f"{text}; raised {', '.join(names)}: {size(more)} more in a step")
 
     def _said(self, what: str, step: int) -> str:
-        if what == "bias":
-            bias = math.sqrt(self._mean("bias"))
-            return f"step {step}: a bias of {bias:.2g} of the gradient, {self.guard.bias:.2g} is allowed"
-        error, noise = math.sqrt(self._mean("error")), math.sqrt(self._mean("noise"))
-        allowed = self.guard.error * max(noise, LEAST_NOISE)
-        return f"step {step}: an error of {error:.2g} of the gradient, {allowed:.2g} is allowed"
+        """What was found, and what is allowed, in words."""
+        if what == ERROR or self._finding is None:
+            error, noise = math.sqrt(self._mean("error")), math.sqrt(self._mean("noise"))
+            allowed = self.guard.error * max(noise, LEAST_NOISE)
+            return f"step {step}: an error of {error:.2g} of the gradient, {allowed:.2g} is allowed"
+        whose = f"{self._finding.parameter}'s gradient" if self._finding.parameter else "the gradient"
+        size, allowed = self._finding.size, self.guard.bias
+        if what in (SHORTER, LONGER):
+            return f"step {step}: a bias that makes {whose} {size:.2g} of itself {what}, {allowed:.2g} is allowed"
+        return f"step {step}: a bias of {size:.2g} of {whose}, {allowed:.2g} is allowed"
 
     def _say(self, text: str) -> None:
         self.log.append(text)
@@ -419,13 +408,17 @@ class Watch:
         return {
             "raised": [[list(s), None if c is None else c.to_config()] for s, c in self.raised.items()],
             "readings": [list(reading) for reading in self.readings],
+            "evidence": self._evidence.state_dict(),
             "log": list(self.log),
             "off": self.off,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        require_keys(state, {"raised", "readings", "log", "off"})
+        require_keys(state, {"raised", "readings", "evidence", "log", "off"})
+        evidence = Evidence(self.guard.error, self.guard.bias)
+        evidence.load_state_dict(state["evidence"])
+        self._evidence = evidence
         self.raised = {site_of(s): None if c is None else from_config(c) for s, c in state["raised"]}
         self.readings = deque((Reading(*row) for row in state["readings"]), maxlen=_WINDOW)
         self.log = list(state["log"])
@@ -448,7 +441,11 @@ def _fall(whole: Reading, spared: Reading, what: str) -> float:
         return math.inf if math.isfinite(spared.error) else 0.0
     if not math.isfinite(spared.error):
         return -math.inf
-    return whole.error - spared.error if what == "error" else whole.bias - spared.bias
+    if what == ERROR:
+        return whole.error - spared.error
+    if what in (SHORTER, LONGER):
+        return whole.square * (whole.along**2 - spared.along**2)
+    return whole.bias - spared.bias
 
 
 # ---------------------------------------------------------------- gradients
@@ -467,6 +464,11 @@ def _thin(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stride += 1 - stride % 2
         thin[name] = flat[::stride].to("cpu", torch.float64) * math.sqrt(stride)
     return thin
+
+
+def _only(found: Mapping[str, Tensor], name: str | None) -> dict[str, Tensor]:
+    """The gradient of one parameter; all of them for None."""
+    return {key: gradient for key, gradient in found.items() if name is None or key == name}
 
 
 def _minus(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:

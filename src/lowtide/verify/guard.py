@@ -376,10 +376,10 @@ class Watch:
             allowed = self.guard.error * max(noise, LEAST_NOISE)
             return f"step {step}: an error of {error:.2g} of the gradient, {allowed:.2g} is allowed"
         whose = f"{self._finding.parameter}'s gradient" if self._finding.parameter else "the gradient"
-        size, allowed = self._finding.size, self.guard.bias
+        bias, allowed = self._finding.size, self.guard.bias
         if what in (SHORTER, LONGER):
-            return f"step {step}: a bias that makes {whose} {size:.2g} of itself {what}, {allowed:.2g} is allowed"
-        return f"step {step}: a bias of {size:.2g} of {whose}, {allowed:.2g} is allowed"
+            return f"step {step}: a bias that makes {whose} {bias:.2g} of itself {what}, {allowed:.2g} is allowed"
+        return f"step {step}: a bias of {bias:.2g} of {whose}, {allowed:.2g} is allowed"
 
     def _say(self, text: str) -> None:
         self.log.append(text)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import cli
 from lowtide.codecs import Codec, GroupQuant, Packed, TensorMeta
-from lowtide.session.replay import gradients, part_of, samples_in
+from lowtide.session.replay import gradients, samples_in, slice_of
 from lowtide.verify.check import (
     LEAST_NOISE,
-    LEVEL,
     SAFE_BIAS,
     SAFE_SHARE,
+    SIGNIFICANCE,
     UNSAFE_BIAS,
     WARM,
     Difference,
@@ -181,7 +181,7 @@ def test_a_scale_that_is_wrong_everywhere_is_unsafe_at_two_bits_too() -> None:
     assert result.verdict == "unsafe"
     assert "bias" in result.reason
     assert UNSAFE_BIAS < result.overall.bias < result.overall.error
-    assert result.overall.chance < LEVEL
+    assert result.overall.chance < SIGNIFICANCE
 
 
 def test_nan_is_unsafe_and_the_parameter_is_named() -> None:
@@ -429,6 +429,21 @@ def test_a_loss_that_couples_samples_hides_sgd_noise() -> None:
     assert any("couples samples" in note for note in notes)
 
 
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    y: Tensor
+
+
+def test_batches_in_dataclasses_have_the_noise_of_the_same_batches_in_tuples() -> None:
+    model, batch = convnet().eval(), images()
+    expected, _ = noise_of(model, batch, cross_entropy)
+    found, _ = noise_of(model, Batch(*batch), lambda model, batch: cross_entropy(model, (batch.x, batch.y)))
+    assert expected is not None
+    assert expected > 0.1
+    assert found == expected
+
+
 class Pair(NamedTuple):
     x: Tensor
     y: list[Tensor]
@@ -437,7 +452,7 @@ class Pair(NamedTuple):
 def test_parts_keep_their_containers() -> None:
     batch = {"pair": Pair(torch.arange(6), [torch.arange(6) * 2]), "scale": torch.tensor(3.0), "flag": None}
     assert samples_in(batch) == 6
-    part = part_of(batch, 2, 4)
+    part = slice_of(batch, 2, 4)
     assert type(part["pair"]) is Pair
     assert part["pair"].x.tolist() == [2, 3]
     assert part["pair"].y[0].tolist() == [4, 6]
@@ -526,11 +541,11 @@ CALM = Difference(1.0, error=0.05, mean_error=0.025, noise_left=0.025, bias=0.01
         ({"error": 0.1, "sgd_noise": 0.001}, "safe"),
         ({"error": 0.4 * UP, "sgd_noise": 0.001}, "unsafe"),
         ({"bias": SAFE_BIAS, "chance": 0.0}, "safe"),
-        ({"bias": SAFE_BIAS * UP, "chance": LEVEL}, "noisy"),
-        ({"bias": SAFE_BIAS * UP, "chance": LEVEL * UP}, "safe"),
-        ({"bias": UNSAFE_BIAS, "chance": LEVEL}, "noisy"),
-        ({"bias": UNSAFE_BIAS * UP, "chance": LEVEL}, "unsafe"),
-        ({"bias": 0.3, "chance": LEVEL * UP}, "safe"),
+        ({"bias": SAFE_BIAS * UP, "chance": SIGNIFICANCE}, "noisy"),
+        ({"bias": SAFE_BIAS * UP, "chance": SIGNIFICANCE * UP}, "safe"),
+        ({"bias": UNSAFE_BIAS, "chance": SIGNIFICANCE}, "noisy"),
+        ({"bias": UNSAFE_BIAS * UP, "chance": SIGNIFICANCE}, "unsafe"),
+        ({"bias": 0.3, "chance": SIGNIFICANCE * UP}, "safe"),
     ],
 )
 def test_verdict_at_its_limits(change: dict[str, float], verdict: str) -> None:
@@ -538,7 +553,7 @@ def test_verdict_at_its_limits(change: dict[str, float], verdict: str) -> None:
 
 
 def test_leading_parameters_are_tested_with_the_level_divided() -> None:
-    for chance, verdict in [(LEVEL / 3, "unsafe"), (LEVEL / 3 * UP, "safe")]:
+    for chance, verdict in [(SIGNIFICANCE / 3, "unsafe"), (SIGNIFICANCE / 3 * UP, "safe")]:
         found, reason = judge(CALM, {"a": replace(CALM, bias=0.2, chance=chance), "b": CALM}, ())
         assert found == verdict
         assert ("in a is above" in reason) == (verdict == "unsafe")
@@ -578,6 +593,38 @@ def test_time_bounds_the_sites_that_are_tried() -> None:
     result = lowtide.check(convnet(), images(), loss, "division", seconds=2.5 * slow)
     assert 1 <= len(result.sites) <= 2 < result.stored
     assert f"({len(result.sites)} of {result.stored} switched to exact" in str(result)
+
+
+def test_the_worst_layer_is_named_and_no_part_of_the_verdict() -> None:
+    model, batch = convnet().eval(), images()
+    result = lowtide.check(model, batch, cross_entropy, "actnn", seconds=0)
+    x, y = batch
+
+    def flat(name: str, start: int, stop: int) -> Tensor:
+        found = gradients(model, lambda: cross_entropy(model, (x[start:stop], y[start:stop])))
+        return found[name].flatten().double()
+
+    ratios = {}
+    for name, d in result.parameters.items():
+        slices = torch.stack([flat(name, i * 8, i * 8 + 8) for i in range(4)])
+        noise = float((slices - slices.mean(0)).square().sum() / 3 / 4) ** 0.5
+        ratios[name] = d.error * d.norm / noise
+    worst = max(ratios, key=lambda name: ratios[name])
+    assert result.worst_layer is not None
+    assert result.worst_layer[0] == worst
+    assert result.worst_layer[1] == pytest.approx(ratios[worst], rel=1e-4)  # float32 gradients
+    assert f"the worst is {worst}: its error is {result.worst_layer[1]:.3g} times" in str(result)
+    data = json.loads(result.to_json())["worst_layer"]
+    assert data == {"parameter": worst, "error_by_sgd_noise": result.worst_layer[1]}
+
+    calm = result.parameters[worst]
+    loud = {**result.parameters, worst: replace(calm, error=1e6), "tiny": replace(calm, norm=1e-9, error=1e9)}
+    changed = replace(result, parameters=loud)
+    assert changed.worst_layer == (worst, pytest.approx(1e6 / (calm.sgd_noise or 0)))
+    unknown = replace(result, parameters={worst: replace(calm, sgd_noise=None)})
+    assert unknown.worst_layer is None
+    assert "the worst is" not in str(unknown)
+    assert json.loads(unknown.to_json())["worst_layer"] is None
 
 
 def test_text_and_json_tell_the_same() -> None:

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ from lowtide.graph.rules import Need
 from lowtide.policy.methods import Method
 from lowtide.policy.use import Use
 from lowtide.session.replay import gradients
-from lowtide.verify.guard import Guard, Reading, Watch, _better, _thin
+from lowtide.verify.evidence import _FIRST, _RISKED_ON_VALUES, ALARM, Evidence, Finding, Question, Reading
+from lowtide.verify.guard import Guard, _better, _thin
 from ranks import on_two_ranks
 
 BATCH = 64
@@ -141,7 +143,7 @@ def test_a_biased_codec_is_found_raised_logged_and_kept(caplog):
     method = Spoilt("3", Wrong(2.0))
     handle = lowtide.attach(model, method, guard=Guard(every=1))
     with caplog.at_level(logging.WARNING, "lowtide.guard"):
-        train(model, steps=12, loss=agreed, rate=1e-5)
+        train(model, steps=40, loss=agreed, rate=1e-5)
     assert [site.module for site in handle.guard.raised.choices] == [INPUT_OF_3]
     assert "bias" in caplog.text
     assert "3: Convolution.input" in caplog.text
@@ -162,8 +164,16 @@ def test_a_biased_codec_is_found_raised_logged_and_kept(caplog):
 
 def test_a_large_error_is_met_at_the_first_look():
     model = net()
-    handle = lowtide.attach(model, Spoilt("3", Wrong(9.0)), guard=Guard(every=3))
-    train(model, steps=4)
+    handle = lowtide.attach(model, Spoilt("3", Wrong(200.0)), guard=Guard(every=1))
+    train(model, steps=1)
+    assert [site.module for site in handle.guard.raised.choices] == [INPUT_OF_3]
+    assert "an error of" in handle.guard.log[0]
+
+
+def test_an_error_above_the_band_is_met_after_some_looks():
+    model = net()
+    handle = lowtide.attach(model, Spoilt("3", Wrong(9.0)), guard=Guard(every=1))
+    train(model, steps=8)
     assert [site.module for site in handle.guard.raised.choices] == [INPUT_OF_3]
     assert "an error of" in handle.guard.log[0]
 
@@ -228,24 +238,207 @@ def test_the_ladder_ends_at_exact():
     assert seen == [GroupQuant(4, layout="row"), GroupQuant(8, layout="row"), Cast("bfloat16"), None]
 
 
-def test_verdicts_by_hand():
-    watch = Watch.__new__(Watch)
-    watch.guard = Guard(error=1.0, bias=0.05)
-    quiet = Reading(0, square=1.0, error=0.1, noise=0.05, bias=0.0)
-    for readings, expected in (
-        ([quiet], None),  # SGD's noise counts as 0.4, its square as 0.16
-        ([quiet._replace(error=0.17)], "error"),
-        ([quiet._replace(error=0.17, noise=0.2)], None),
-        ([quiet._replace(error=math.nan)], "error"),
-        ([quiet, quiet._replace(error=math.inf)], "error"),
-        ([quiet._replace(bias=0.01)] * 3, None),  # too few
-        ([quiet._replace(bias=b) for b in (0.01, 0.011, 0.009, 0.01)], "bias"),
-        ([quiet._replace(bias=b) for b in (0.002, 0.0021, 0.0019, 0.002)], None),  # allowed
-        ([quiet._replace(bias=b) for b in (0.04, -0.03, 0.05, -0.01)], None),  # noise
-        ([Reading(0, 4.0**i, 0.0, 0.0, b * 4.0**i) for i, b in enumerate((0.01, 0.011, 0.009, 0.01))], "bias"),
+CALM = Reading(0, square=1.0, error=0.1, noise=0.05, bias=0.0, along=0.0)
+
+
+def alarm(readings, parameters=None, error=1.0, bias=0.05):
+    """The first finding, and how many looks it took."""
+    evidence = Evidence(error, bias)
+    for count, reading in enumerate(readings, 1):
+        found = evidence.look(reading, {} if parameters is None else parameters(reading))
+        if found is not None:
+            return found, count
+    return None, math.inf
+
+
+def drawn(values, limit=0.05**2, scale=0.01):
+    """Readings with products of errors whose mean is ``limit`` more than that of ``values``."""
+    return [CALM._replace(bias=float(limit + scale * value)) for value in values]
+
+
+def test_evidence_by_hand():
+    for readings, expected, most in (
+        ([CALM] * 1000, None, None),  # SGD's noise counts as 0.4, its square as 0.16, so 0.1 is allowed
+        ([CALM._replace(error=0.16)] * 1000, None, None),
+        ([CALM._replace(error=0.2, noise=0.2)] * 1000, None, None),
+        ([CALM._replace(error=0.64)] * 10, "error", 5),  # twice what is allowed
+        ([CALM._replace(error=64.0)], "error", 1),  # twenty times
+        ([CALM._replace(error=math.nan)], "error", 1),
+        ([CALM, CALM._replace(error=math.inf)], "error", 2),
+        ([CALM._replace(bias=0.05**2)] * 1000, None, None),
+        ([CALM._replace(bias=0.01)] * 8, None, None),  # too few
+        ([CALM._replace(bias=0.01)] * 30, "bias", 30),
+        ([CALM._replace(along=-0.1)] * 30, "shorter", 30),
+        ([CALM._replace(along=0.1)] * 30, "longer", 30),
+        ([CALM._replace(along=-0.05)] * 1000, None, None),
+        ([CALM._replace(bias=b) for b in (0.04, -0.03, 0.05, -0.01)] * 8, None, None),  # noise
+        ([Reading(0, 4.0**i, 0.0, 0.0, 0.01 * 4.0**i) for i in range(30)], "bias", 30),  # in units of its own gradient
     ):
-        watch.readings = readings
-        assert watch.verdict() == expected, readings
+        found, count = alarm(readings)
+        assert (found and found.what) == expected, readings[0]
+        assert expected is None or count <= most
+
+
+def test_findings_tell_place_and_size():
+    found, _ = alarm([CALM._replace(bias=0.04)] * 60)
+    assert found == Finding("bias", "", pytest.approx(0.2))
+    found, _ = alarm([CALM._replace(error=4 * 0.16)] * 10)
+    assert found == Finding("error", "", pytest.approx(2.0))
+
+    def layers(reading):
+        return {
+            "spoilt": CALM._replace(square=0.02, along=-0.5),
+            "small": CALM._replace(square=0.005, along=0.9),  # less than a tenth of the gradient's length
+            "right": CALM._replace(square=0.9),
+        }
+
+    found, count = alarm([CALM._replace(along=-0.01)] * 60, layers)
+    assert found == Finding("shorter", "spoilt", pytest.approx(0.5))
+    assert count <= 40
+
+
+def of_errors(draw, dimensions):
+    """Products of two independent errors, each of so many values of mean 0 and deviation 1."""
+    return lambda generator, shape: (
+        (draw(generator, (*shape, dimensions)) * draw(generator, (*shape, dimensions))).sum(-1) / dimensions**0.5
+    )
+
+
+def rare(generator, shape):
+    """Rounding at a tenth of the way between two codes: mostly a little down, now and then far up."""
+    return np.where(generator.random(shape) < 0.1, 3.0, -1 / 3)
+
+
+NULL = {
+    "normal": lambda generator, shape: generator.standard_normal(shape),
+    "products of normal": of_errors(lambda generator, shape: generator.standard_normal(shape), 2),
+    "student": lambda generator, shape: generator.standard_t(3, shape),
+    "products of skewed": of_errors(rare, 4),
+    "product of skewed": of_errors(rare, 1),
+    "skewed up": lambda generator, shape: generator.exponential(1.0, shape) - 1,
+    "very skewed up": lambda generator, shape: generator.lognormal(0.0, 1.0, shape) - math.exp(0.5),
+    "skewed down": lambda generator, shape: 1 - generator.exponential(1.0, shape),
+}
+RUNS, LOOKS = 2000, 1000
+
+
+def alarms(values):
+    """In how many rows of values a question alone reaches the alarm, by the formula and for all rows at once."""
+    stakes = np.zeros((len(values), len(_RISKED_ON_VALUES)))
+    largest, most = np.zeros(len(values)), np.zeros(len(values))
+    for n, value in enumerate(values.T, 1):
+        stakes += 1 / (n * (n + 1)) / len(_RISKED_ON_VALUES)
+        largest = np.maximum(largest, abs(value))
+        if n > _FIRST:
+            stakes *= 1 + np.outer(value / largest, _RISKED_ON_VALUES)
+        most = np.maximum(most, stakes.sum(1))
+    return most >= ALARM
+
+
+def test_the_simulation_is_the_question():
+    values = np.random.default_rng(0).standard_normal((20, 200)) + np.linspace(0, 1, 20)[:, None]
+    expected = alarms(values)
+    assert 0 < expected.sum() < 20
+    for row, reached in zip(values, expected, strict=True):
+        question, most = Question(), 0.0
+        for n, value in enumerate(row, 1):
+            question.look(float(value), 1 / (n * (n + 1)))
+            most = max(most, math.fsum(question.stakes))
+        assert (most >= ALARM) == reached
+
+
+@pytest.mark.parametrize("kind", NULL)
+def test_false_alarms_at_the_limit_are_rarer_than_stated(kind):
+    """With a bias of exactly what is allowed, which is worse than none."""
+    generator = np.random.default_rng(1)
+    count = int(alarms(NULL[kind](generator, (RUNS, LOOKS))).sum())
+    # At most 1 % of the runs, and four deviations of a binomial count, about the root of its mean.
+    assert count <= RUNS / ALARM + 4 * math.sqrt(RUNS / ALARM)
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
+def test_errors_within_the_band_rarely_alarm(spread):
+    """Readings scatter, some of them far above the band; their mean is what is allowed."""
+    generator, count = np.random.default_rng(2), 0
+    for _ in range(100):
+        ratios = generator.lognormal(-(spread**2) / 2, spread, 300)
+        assert spread < 1 or ratios.max() > 4
+        count += alarm([CALM._replace(error=0.16 * float(r)) for r in ratios])[0] is not None
+    assert count <= 1 + 4  # 1 % of the runs, and four deviations of 1
+
+
+@pytest.mark.parametrize(
+    ("times", "most"),
+    # Products with a deviation of twice the square of the limit. The bias of 1.5, 2 and 5 limits has a mean of 1.25, 3
+    # and 24 squares of the limit above what is allowed: 0.6, 1.5 and 12 deviations.
+    [(1.5, 150), (2.0, 60), (5.0, 30)],
+)
+@pytest.mark.parametrize("kind", ["normal", "student"])
+def test_looks_until_a_bias_is_found(times, most, kind):
+    generator, limit = np.random.default_rng(3), 0.05**2
+    counts = []
+    for _ in range(20):
+        noise = NULL[kind](generator, most) * 2 / (1.0 if kind == "normal" else math.sqrt(3))
+        counts.append(alarm([CALM._replace(bias=limit * (times**2 + float(n))) for n in noise])[1])
+    assert sorted(counts)[len(counts) // 2] <= most
+
+
+def test_a_bias_just_above_the_limit_is_found_in_the_end():
+    noise = np.random.default_rng(4).standard_normal(20_000)
+    found, count = alarm(drawn(noise + 0.05))
+    assert found.what == "bias"
+    assert count > 500
+
+
+def test_a_bias_that_begins_late_is_found():
+    noise = np.random.default_rng(5).standard_normal(2000)
+    noise[1000:] += 1
+    found, count = alarm(drawn(noise))
+    assert found.what == "bias"
+    assert 1000 < count < 1200
+
+
+def test_evidence_resumes_bit_for_bit():
+    noise = np.random.default_rng(6).standard_normal(400)
+    readings = [r._replace(along=r.bias) for r in drawn(noise)]
+
+    def layers(reading):
+        return {"a": reading, "b": reading._replace(bias=-reading.bias)}
+
+    whole, parts = Evidence(1.0, 0.05), Evidence(1.0, 0.05)
+    for i, reading in enumerate(readings):
+        whole.look(reading, layers(reading))
+        parts.look(reading, layers(reading))
+        if i % 100 == 50:
+            state = json.loads(json.dumps(parts.state_dict()))
+            parts = Evidence(1.0, 0.05)
+            parts.load_state_dict(state)
+    assert parts.state_dict() == whole.state_dict()
+    assert parts.money() == whole.money()
+    assert len(json.dumps(whole.state_dict())) < 3000
+    with pytest.raises(ValueError, match="expected a state with the keys"):
+        parts.load_state_dict({"looks": 1})
+
+
+def test_a_layer_that_decodes_to_zero_is_found():
+    """The bias is large in one layer, and two bits' noise is everywhere."""
+
+    @dataclass(frozen=True)
+    class Blind(Method):
+        name: ClassVar[str] = "blind"
+
+        def choose(self, use):
+            blind = any(site.module == "1" for site in use.sites)
+            return lowtide.Choice.store(Wrong(0.0) if blind else GroupQuant(2, layout="row"))
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10))
+    handle = lowtide.attach(model, Blind(), min_numel=0, guard=Guard(every=1))
+    teacher = torch.randn(64, 10)
+    for _ in range(40):
+        x = torch.randn(BATCH, 64)
+        F.cross_entropy(model(x), (x @ teacher + torch.randn(BATCH, 10)).argmax(1)).backward()
+    assert "shorter" in handle.guard.log[0]
+    assert next(iter(handle.guard.raised.choices)).module == "1"
 
 
 def test_thin_gradients_keep_inner_products():
@@ -274,7 +467,7 @@ class WithLoss(nn.Module):
 
 def test_models_that_return_their_loss():
     model = WithLoss()
-    handle = lowtide.attach(model, Spoilt("net.3", Wrong(9.0)), guard=Guard(every=1))
+    handle = lowtide.attach(model, Spoilt("net.3", Wrong(100.0)), guard=Guard(every=1))
     for x, y in batches(3):
         model(pixels=x, labels=y)["loss"].backward()
     assert [site.module for site in handle.guard.raised.choices] == [f"net.{INPUT_OF_3}"]
@@ -289,6 +482,46 @@ def test_evaluation_between_steps_is_left_alone():
         model.train()
         F.cross_entropy(model(x), y).backward()
     assert len(handle.guard.readings) == 3
+
+
+def test_hooks_on_parameters_count_steps_alone():
+    model, fired = net(), []
+    model[3].weight.register_hook(lambda gradient: fired.append("before"))
+    model[3].weight.register_post_accumulate_grad_hook(lambda parameter: fired.append("after"))
+    handle = lowtide.attach(model, "actnn", guard=Guard(every=1))
+    for x, y in batches(3):
+        F.cross_entropy(model(x), y).backward()
+    assert len(handle.guard.readings) == 3
+    assert fired == ["before", "after"] * 3
+
+
+@dataclass(frozen=True)
+class Images:
+    pixels: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_inputs_in_a_dataclass():
+    class OfImages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, images):
+            return F.cross_entropy(self.net(images.pixels), images.labels, reduction="none")
+
+    model, plain = OfImages().eval(), WithLoss().eval()  # batch norms and dropout would see other samples
+    handles = [lowtide.attach(m, "lossless", guard=Guard(every=1)) for m in (model, plain)]
+    for x, y in batches(2):
+        torch.manual_seed(0)
+        model(Images(x, y)).mean().backward()
+        torch.manual_seed(0)
+        F.cross_entropy(plain(pixels=x)["logits"], y).backward()
+    for found, expected in zip(*(handle.guard.readings for handle in handles), strict=True):
+        assert found.noise > 0
+        # Both are sums of float32 products in another order.
+        assert found.noise == pytest.approx(expected.noise, rel=1e-4)
+        assert found.square == pytest.approx(expected.square, rel=1e-4)
 
 
 class Graph(nn.Module):

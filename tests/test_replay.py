@@ -5,13 +5,26 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lowtide.session.replay import Sketch, gradients, undisturbed
+from lowtide.session.replay import (
+    NotDivisible,
+    Sketch,
+    gradients,
+    leaves_of,
+    mapped,
+    samples_in,
+    slice_of,
+    undisturbed,
+)
 
 
 class Net(nn.Module):
@@ -151,11 +164,185 @@ def test_hooks_on_finished_gradients_stay_still(net):
     assert not fired
 
 
+def test_hooks_on_parameters_stay_still_and_are_there_again(net):
+    x, fired, late = torch.randn(5, 3, 6, 6), [], []
+    handle = net.conv.weight.register_hook(lambda g: fired.append(1))
+    net.first.weight.register_hook(lambda g: fired.append(2))
+    hooks = net.conv.weight._backward_hooks
+
+    def closure():
+        net.norm.weight.register_hook(lambda g: late.append(1))  # as a forward that registers anew each time
+        net.conv.weight.register_hook(lambda g: late.append(2))
+        return net(x)
+
+    def failing():
+        closure()
+        raise KeyError("inside")
+
+    with undisturbed(net):  # nothing is registered twice, nothing is lost
+        assert not net.conv.weight._backward_hooks
+    gradients(net, lambda: net(x))
+    with pytest.raises(KeyError, match="inside"):
+        gradients(net, failing)
+    assert not fired
+    gradients(net, closure)
+    late.clear()
+    net(x).backward()
+    assert sorted(fired) == [1, 2]
+    assert not late
+    assert net.conv.weight._backward_hooks is hooks
+    handle.remove()
+    net(x).backward()
+    assert sorted(fired) == [1, 2, 2]
+
+
 def test_a_loss_that_is_none_is_named(net):
     with pytest.raises(ValueError, match="one value that depends on parameters"):
         gradients(net, lambda: torch.ones(2, requires_grad=True))
     with pytest.raises(ValueError, match="one value that depends on parameters"):
         gradients(net, lambda: torch.ones(()))
+
+
+# ---------------------------------------------------------------- containers
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@dataclass
+class Plain:
+    first: object
+    second: object = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    first: object
+    second: object
+    made: object = field(init=False)
+    never: object = field(init=False)  # has no value
+
+    def __post_init__(self):
+        object.__setattr__(self, "made", self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    first: object
+    second: object
+
+
+@dataclass
+class Mapped(OrderedDict):
+    """A mapping that is a dataclass, as what models of transformers return."""
+
+    first: object = None
+    second: object = None
+
+    def __post_init__(self):
+        self.update(first=self.first, second=self.second)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+def factory(items):
+    made = defaultdict(list)
+    made.update(items)
+    return made
+
+
+CONTAINERS = {
+    "dict": lambda a, b: {"a": a, 2: b},
+    "ordered": lambda a, b: OrderedDict(b=a, a=b),
+    "user": lambda a, b: UserDict(a=a, b=b),
+    "default": lambda a, b: factory({"a": a, "b": b}),
+    "proxy": lambda a, b: MappingProxyType({"a": a, "b": b}),
+    "tuple": lambda a, b: (a, b),
+    "list": lambda a, b: [a, b, a],
+    "empty": lambda a, b: [(), a, {}, b],
+    "namedtuple": Pair,
+    "plain": Plain,
+    "frozen": Frozen,
+    "slotted": Slotted,
+    "mapped": Mapped,
+}
+
+
+def tree(generator, depth):
+    if depth == 0 or generator.random() < 0.2:
+        return generator.choice([torch.arange(6), torch.zeros(6, 2), torch.tensor(1.5), None, 3, "text"])
+    make = CONTAINERS[generator.choice(sorted(CONTAINERS))]
+    return make(tree(generator, depth - 1), tree(generator, depth - 1))
+
+
+def kinds(batch):
+    """The types of all containers, as deep as they go."""
+    if isinstance(batch, (dict, UserDict, MappingProxyType)):
+        return type(batch), [kinds(v) for v in batch.values()]
+    if isinstance(batch, (list, tuple)):
+        return type(batch), [kinds(v) for v in batch]
+    if isinstance(batch, (Plain, Frozen, Slotted)):
+        return type(batch), [kinds(getattr(batch, n)) for n in ("first", "second")]
+    return "leaf"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_leaves_of_what_is_mapped_are_the_mapped_leaves(seed):
+    batch = tree(random.Random(seed), 4)
+    before = list(leaves_of(batch))
+    marks = {}
+    found = mapped(batch, lambda leaf: marks.setdefault(len(marks), object()))
+    assert [id(leaf) for leaf in leaves_of(found)] == [id(mark) for mark in marks.values()]
+    assert len(marks) == len(before)
+    assert kinds(mapped(batch, lambda leaf: leaf)) == kinds(batch)
+    assert all(a is b for a, b in zip(leaves_of(batch), before, strict=True)), "the batch itself was changed"
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_every_container_is_divided(kind):
+    batch = CONTAINERS[kind](torch.arange(6), [torch.arange(6) * 2, torch.tensor(7)])
+    assert samples_in(batch) == 6
+    part = slice_of(batch, 2, 4)
+    assert type(part) is type(batch)
+    assert {tuple(t.tolist()) for t in leaves_of(part) if t.dim()} == {(2, 3), (4, 6)}
+    assert all(len(t) == 6 for t in leaves_of(batch) if t.dim())
+    if hasattr(part, "first"):
+        assert part.first.tolist() == [2, 3]
+
+
+def test_what_transformers_uses_is_divided():
+    transformers = pytest.importorskip("transformers")
+    tokens = transformers.BatchEncoding({"input_ids": torch.arange(6), "attention_mask": torch.ones(6, 3)})
+    output = transformers.modeling_outputs.CausalLMOutput(loss=torch.tensor(1.0), logits=torch.zeros(6, 2))
+    part, made = slice_of((tokens, output), 1, 3)
+    assert type(part) is type(tokens)
+    assert part["input_ids"].tolist() == part.input_ids.tolist() == [1, 2]
+    assert type(made) is type(output)
+    assert made.logits.shape == made["logits"].shape == made[1].shape == (2, 2)
+    assert made.loss is output.loss
+    assert output.logits.shape == (6, 2)
+
+
+class Stubborn(list):
+    def __init__(self, *items):
+        super().__init__(items)
+
+
+class Closed(tuple):
+    __slots__ = ()
+
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+@pytest.mark.parametrize("batch", [Stubborn(torch.arange(6)), Closed(torch.arange(6), 1)], ids=["holds else", "raises"])
+def test_a_container_that_cannot_be_rebuilt_is_named(batch):
+    with pytest.raises(NotDivisible, match=f"a {type(batch).__name__} cannot be copied"):
+        slice_of([batch], 0, 2)
 
 
 # ---------------------------------------------------------------- sketches

@@ -25,7 +25,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -210,6 +210,26 @@ def in_backward() -> bool:
 def after_backward(act: Callable[[], None]) -> None:
     """Run ``act`` when the backward that is under way has computed all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+@contextlib.contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, no hook that was registered on one of ``tensors`` runs; afterwards all are there again, also if it fails.
+
+    The dictionary of a tensor's hooks stays the same object, because the handles that users hold refer to it.
+    """
+    tensors = list(tensors)
+    kept: list[dict[int, Any]] = [dict(tensor._backward_hooks or {}) for tensor in tensors]
+    try:
+        for tensor, hooks in zip(tensors, kept, strict=True):
+            if hooks:
+                tensor._backward_hooks.clear()  # type: ignore[union-attr]
+        yield
+    finally:
+        for tensor, hooks in zip(tensors, kept, strict=True):
+            if tensor._backward_hooks is not None:
+                tensor._backward_hooks.clear()  # of what was registered inside
+                tensor._backward_hooks.update(hooks)
 
 
 def version_of(tensor: Tensor) -> int:

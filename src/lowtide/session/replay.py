@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..graph import capture
 from ..policy.use import Use
 
 
@@ -27,7 +28,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     Buffers (the same tensors with the same bits), ``.grad`` of parameters (the same tensors, which are set aside, so
     that nothing is added to them; inside, every ``.grad`` starts as None), ``requires_grad``, training flags, and the
-    random states of torch on the CPU and the accelerator, of Python and of NumPy. Parameters' values and the
+    random states of torch on the CPU and the accelerator, of Python and of NumPy. Hooks that the user registered on
+    parameters (``parameter.register_hook``) are set aside too: they may count, log or send, and a probe is no step.
+    Gradients inside are therefore those before such hooks. Parameters' values and the
     optimizer are not watched: do not step inside. Nor are generators and plain attributes of the user's own. Open it
     between steps, not between a forward and its backward.
     """
@@ -41,7 +44,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     try:
         for parameter in parameters:
             parameter.grad = None
-        yield
+        with capture.without_hooks(parameters):
+            yield
     finally:
         for module, flag in zip(modules, training, strict=True):
             module.training = flag
@@ -93,7 +97,8 @@ def gradients(model: nn.Module, closure: Callable[[], Tensor]) -> dict[str, Tens
 
     Parameters that are frozen or not reached are absent; a shared one appears under its first name. They
     are taken with ``torch.autograd.grad``, so hooks that run when ``.grad`` is ready (an optimizer fused into
-    backward, an all-reduce) stay still. Reentrant checkpointing does not allow that; use ``use_reentrant=False``.
+    backward, an all-reduce) stay still; :func:`undisturbed` sets aside those that run before. Reentrant checkpointing
+    does not allow ``torch.autograd.grad``; use ``use_reentrant=False``.
     """
     with undisturbed(model), torch.enable_grad():
         loss = closure()
@@ -104,26 +109,72 @@ def gradients(model: nn.Module, closure: Callable[[], Tensor]) -> dict[str, Tens
     return {name: g for name, g in zip(named, found, strict=True) if g is not None}
 
 
-# ---------------------------------------------------------------- parts of a batch
+# ---------------------------------------------------------------- slices of a batch
 
 
 class NotDivisible(ValueError):
-    """The batch has no parts."""
+    """The batch cannot be divided into samples."""
 
 
 def leaves_of(batch: Any) -> Iterator[Any]:
-    """What lies in nested mappings, tuples, lists and dataclasses."""
-    if isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from leaves_of(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from leaves_of(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from leaves_of(getattr(batch, field.name))
-    else:
+    """What lies in nested mappings, tuples, lists and dataclasses, in their order."""
+    children = _children(batch)
+    if children is None:
         yield batch
+    else:
+        for child in children.values():
+            yield from leaves_of(child)
+
+
+def mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """The same containers anew, with ``function(leaf)`` in place of each leaf of :func:`leaves_of`.
+
+    Containers are rebuilt without running constructors that a user wrote where that is possible, so fields with
+    ``init=False`` and frozen dataclasses are copied too. Each new container is read back: one that does not hold what
+    was put into it raises :class:`NotDivisible`.
+    """
+    children = _children(batch)
+    if children is None:
+        return function(batch)
+    wanted = {key: mapped(child, function) for key, child in children.items()}
+    try:
+        rebuilt = _rebuilt(batch, wanted)
+        held = _children(rebuilt)
+    except Exception as error:  # constructors and setters are the user's code
+        raise NotDivisible(f"a {type(batch).__name__} cannot be copied: {type(error).__name__}: {error}") from error
+    if held is None or list(held) != list(wanted) or any(held[key] is not wanted[key] for key in wanted):
+        raise NotDivisible(f"a {type(batch).__name__} cannot be copied: its copy does not hold what was put into it")
+    return rebuilt
+
+
+def _children(batch: Any) -> dict[Any, Any] | None:
+    """What a container holds directly, by key, place or field; None for a leaf."""
+    if isinstance(batch, Mapping):  # models of transformers return mappings that are dataclasses too
+        return dict(batch.items())
+    if isinstance(batch, (tuple, list)):
+        return dict(enumerate(batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor, nn.Module)):
+        names = [field.name for field in dataclasses.fields(batch)]
+        return {name: getattr(batch, name) for name in names if hasattr(batch, name)}
+    return None
+
+
+def _rebuilt(batch: Any, children: dict[Any, Any]) -> Any:
+    """A container of the type of ``batch`` that holds ``children``."""
+    if isinstance(batch, MutableMapping):
+        new = copy.copy(batch)
+        for key, child in children.items():
+            new[key] = child
+        return new
+    if isinstance(batch, Mapping):
+        return type(batch)(children)  # type: ignore[call-arg]
+    if isinstance(batch, (tuple, list)):
+        make = getattr(type(batch), "_make", type(batch))  # a namedtuple is made by its fields
+        return make(children.values())
+    new = copy.copy(batch)
+    for name, child in children.items():
+        object.__setattr__(new, name, child)  # past the setter of a frozen dataclass
+    return new
 
 
 def samples_in(batch: Any) -> int:
@@ -143,19 +194,13 @@ def samples_in(batch: Any) -> int:
     return int(count)
 
 
-def part_of(batch: Any, start: int, stop: int) -> Any:
-    """The samples from ``start`` to ``stop``, in the batch's own containers."""
-    if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.dim() else batch
-    if isinstance(batch, Mapping):
-        part = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-        for key, value in batch.items():
-            part[key] = part_of(value, start, stop)
-        return part
-    if isinstance(batch, (tuple, list)):
-        parts = [part_of(value, start, stop) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+def slice_of(batch: Any, start: int, stop: int) -> Any:
+    """The samples from ``start`` to ``stop``, in containers of the batch's own types.
+
+    >>> slice_of({"x": torch.arange(6), "scale": 2.0}, 2, 4)
+    {'x': tensor([2, 3]), 'scale': 2.0}
+    """
+    return mapped(batch, lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() else leaf)
 
 
 # ---------------------------------------------------------------- which tensors, and comparing gradients

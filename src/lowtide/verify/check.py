@@ -25,8 +25,8 @@ from ..policy.plan import Plan
 from ..policy.use import Use
 from ..report import Report, size
 from ..session import MIN_NUMEL, Session, attached, new_session
-from ..session.replay import NotDivisible, gradients, part_of, samples_in, suspects
-from .guard import LEAST_NOISE
+from ..session.replay import NotDivisible, gradients, samples_in, slice_of, suspects
+from .evidence import LEADING, LEAST_NOISE
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -43,16 +43,19 @@ SAFE_BIAS = 0.02
 UNSAFE_BIAS = 0.05
 """The same for 400 steps: beyond it bias, not noise, decides where training goes."""
 
-LEVEL = 0.01
-"""Bias counts if noise alone would look like it with at most this chance, divided by the number of tests made."""
-
-LEADING = 0.1
-"""Parameters with at least this part of the gradient's length are tested for bias by themselves."""
+SIGNIFICANCE = 0.01
+"""Bias counts if noise alone would look as biased with at most this chance, divided by the number of tests made."""
 
 WARM = 3
 """Steps that an adaptive method sees before it is judged."""
 
-PARTS = 4
+SLICES = 4
+"""SGD's noise is the spread of the gradients of so many slices of the batch."""
+
+NEGLIGIBLE = 1e-3
+"""A parameter with less than this share of the gradient's length is never called the worst layer: the gradient of a
+bias before a batch norm, for one, is zero but for rounding, and so is SGD's noise in it."""
+
 _SHOWN = 8
 
 
@@ -78,10 +81,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class SiteCheck:
-    """One stored tensor, and the part of the squared error that goes when it alone is kept exact.
+    """One stored tensor, and the share of the squared error that goes when it alone is kept exact.
 
-    It may be negative by chance, and parts need not add up to 1. Where gradients are not finite it is the
-    part of the spoilt parameters that become finite.
+    The share may be negative by chance, and shares need not add up to 1. Where gradients are not finite, it is
+    the share of the spoilt parameters that become finite.
     """
 
     sites: tuple[Site, ...]
@@ -113,9 +116,25 @@ class CheckResult:
         """Not ``unsafe``."""
         return self.verdict != UNSAFE
 
+    @property
+    def worst_layer(self) -> tuple[str, float] | None:
+        """The parameter whose error is largest beside SGD's own noise in it, and their ratio; None if that is unknown.
+
+        It is no part of the verdict, which weighs the whole gradient: a layer may be as noisy as SGD makes it, or more,
+        while the whole is hardly changed.
+        """
+        known = {
+            name: d.error / d.sgd_noise if d.sgd_noise else math.inf if d.error else 0.0
+            for name, d in self.parameters.items()
+            if d.sgd_noise is not None and d.norm >= NEGLIGIBLE * self.overall.norm
+        }
+        return max(known.items(), key=lambda item: item[1], default=None)
+
     def to_json(self) -> str:
         """All numbers; what is infinite or NaN becomes null."""
         data = asdict(self)
+        worst = self.worst_layer
+        data["worst_layer"] = None if worst is None else {"parameter": worst[0], "error_by_sgd_noise": worst[1]}
         data["report"] = json.loads(self.report.to_json())
         data["sites"] = [{**asdict(s), "sites": [site._asdict() for site in s.sites]} for s in self.sites]
         return json.dumps(_plain(data), indent=1, allow_nan=False)
@@ -131,9 +150,13 @@ class CheckResult:
             f"would leave {total.noise_left:.3g} (chance {total.chance:.2g})",
             f"  memory  {size(report.plain_nbytes)} saved by autograd, {size(report.stored_nbytes)} stored instead",
         ]
+        if self.worst_layer is not None and total.error > 0:
+            lines.append(
+                "  layer   the worst is {}: its error is {:.3g} times SGD's own noise in it".format(*self.worst_layer)
+            )
         if self.nonfinite:
             lines.append(f"  NaN or Inf in the gradient of {', '.join(self.nonfinite)}")
-        worst = sorted(self.parameters.items(), key=lambda row: -row[1].error * row[1].norm)
+        worst = sorted(self.parameters.items(), key=lambda item: -item[1].error * item[1].norm)
         table: list[tuple[str, ...]] = [("worst parameters", "length", "error", "bias", "chance", "cosine", "SGD")]
         for name, d in worst[:_SHOWN]:
             sgd = "-" if d.sgd_noise is None else f"{d.sgd_noise:.3g}"
@@ -191,12 +214,15 @@ def check(
     - ``noisy``: the error is at most SGD's noise (like half the batch), and there is no significant bias above 0.05.
     - ``unsafe``: more than that, or NaN or Inf in a gradient that is finite without compression.
 
-    SGD's noise is measured on four parts of the batch, cut along the first dimension of its tensors. It counts as
+    SGD's noise is measured on four slices of the batch, cut along the first dimension of its tensors. It counts as
     0.4 where it is smaller or cannot be known, so an error of 0.1 is always safe and one of 0.4 at worst noisy.
     Bias does not average out over steps: noise as large as the gradient sinks to 0.05 in 400 steps and to 0.02 in
     2500. It is tested for the whole gradient and for each parameter with a tenth of its length or more, at a
     level of 1 % for all tests together. A method that draws no random numbers has the same error each time, so all of
     it counts as bias.
+
+    The page and :attr:`CheckResult.worst_layer` also name the parameter whose error is largest beside SGD's noise in
+    that parameter alone. The verdict does not depend on it.
 
     Then stored tensors are switched to exact one at a time, for at most ``seconds``, to see which ones matter: first
     those whose own layers err most.
@@ -302,8 +328,8 @@ def judge(overall: Difference, leading: Mapping[str, Difference], nonfinite: Seq
     noise = overall.sgd_noise if known and overall.sgd_noise is not None else LEAST_NOISE
     whose = "SGD's own noise" if known else "the noise that SGD is assumed to have"
     tested = {"the whole gradient": overall, **leading}
-    biased = {name: d.bias for name, d in tested.items() if d.chance <= LEVEL / len(tested)}
-    place, bias = max(biased.items(), key=lambda row: row[1], default=("", 0.0))
+    biased = {name: d.bias for name, d in tested.items() if d.chance <= SIGNIFICANCE / len(tested)}
+    place, bias = max(biased.items(), key=lambda item: item[1], default=("", 0.0))
     if bias > UNSAFE_BIAS:
         return UNSAFE, f"a bias of {bias:.3g} in {place} is above {UNSAFE_BIAS} and will not average out"
     if overall.error > noise:
@@ -371,11 +397,11 @@ def _compared(
     parameters, nonfinite = {}, []
     total = torch.zeros(len(draws) + 1, len(draws) + 1, dtype=torch.float64)
     for name, right in exact.items():
-        rows = [_of(found, name, right) - right for found in draws]
-        products = _products([*rows, right])
+        errors = [_of(found, name, right) - right for found in draws]
+        products = _products([*errors, right])
         total += products
         parameters[name] = difference(products, sgd.get(name))
-        if not all(bool(row.isfinite().all()) for row in rows):
+        if not all(bool(error.isfinite().all()) for error in errors):
             nonfinite.append(name)
     return difference(total, sgd.get("")), parameters, tuple(nonfinite)
 
@@ -386,14 +412,14 @@ def _of(found: Mapping[str, Tensor], name: str, right: Tensor) -> Tensor:
     return torch.zeros_like(right) if gradient is None else gradient
 
 
-def _products(rows: Sequence[Tensor]) -> Tensor:
+def _products(vectors: Sequence[Tensor]) -> Tensor:
     """Inner products of all pairs, in float64: float32 sums over millions of values err in the fourth digit."""
-    flat = torch.stack([row.reshape(-1) for row in rows]).to(torch.float64)
+    flat = torch.stack([vector.reshape(-1) for vector in vectors]).to(torch.float64)
     return flat @ flat.T
 
 
-def _square(row: Tensor) -> float:
-    return float(torch.linalg.vector_norm(row, dtype=torch.float64)) ** 2
+def _square(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
 
 
 def difference(products: Tensor, sgd_noise: float | None = None) -> Difference:
@@ -432,7 +458,7 @@ def _ratio(square: float, by: float) -> float:
 
 
 _ALIKE = 1e-12
-"""Spread, as part of the square, that is rounding of the sums: the seeds made no difference."""
+"""A spread of this share of the square is rounding of the sums: the seeds made no difference."""
 
 
 def _chance(errors: Tensor) -> float:
@@ -474,59 +500,60 @@ _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 def _sgd_noise(model: nn.Module, batch: Any, loss: LossFn, exact: Mapping[str, Tensor]) -> dict[str, float] | str:
     """SGD's noise by parameter, for the whole gradient under ""; or why it cannot be known.
 
-    The spread of the gradients of parts of ``b`` samples, times the root of ``b / B``, is that of batches of ``B``. A
-    loss that sums over samples shows by parts that are too short by ``B / b``. Parts stand for the batch only if their
-    mean is near its gradient: batch norms and losses that couple samples can prevent it. It must be within half the
-    noise, so that at most a quarter of the variance is theirs. Dropout alone makes the two differ by noise of its own;
-    where random numbers are drawn, and no batch norm is suspect, twice the noise will do.
+    The spread of the gradients of slices of ``b`` samples, times the root of ``b / B``, is that of batches of ``B``. A
+    loss that sums over samples is recognized by gradients of slices that are too short by ``B / b``. Slices stand for
+    the batch only if the mean of their gradients is near its gradient; batch norms and losses that couple samples can
+    prevent that. The mean must be within half the noise, so that at most a quarter of the variance is due to them.
+    Dropout alone makes the two differ by noise of its own: where random numbers are drawn, and no batch norm is
+    suspect, a distance of twice the noise is accepted.
     """
     try:
         samples = samples_in(batch)
-        parts = min(PARTS, samples)
-        part = samples // parts
-        probes = [_Probe(model, loss, part_of(batch, i * part, (i + 1) * part), i) for i in range(parts)]
+        count = min(SLICES, samples)
+        each = samples // count
+        probes = [_Probe(model, loss, slice_of(batch, i * each, (i + 1) * each), i) for i in range(count)]
         found = [_gathered(gradients(model, probe)) for probe in probes]
     except NotDivisible as reason:
         return str(reason)
-    except Exception as error:  # the user's code may do anything with a part, and the check can go on without
-        return f"a part of the batch failed with {type(error).__name__}: {error}"
+    except Exception as error:  # the user's code may do anything with a slice, and the check can go on without
+        return f"a slice of the batch failed with {type(error).__name__}: {error}"
     products = {n: _products([*(_of(g, n, right) for g in found), right]) for n, right in exact.items()}
     whole = torch.stack(list(products.values())).sum(0)
     if not bool(whole.isfinite().all()):
-        return "the gradient of a part of the batch has NaN or Inf"
+        return "the gradient of a slice of the batch has NaN or Inf"
     mean, along, square = float(whole[:-1, :-1].mean()), float(whole[:-1, -1].mean()), float(whole[-1, -1])
-    shrink = samples / part
+    shrink = samples / each
     scale = shrink if mean and along / mean > math.sqrt(shrink) else 1.0
 
     def noise(p: Tensor) -> float:
         inner = p[:-1, :-1]
-        variance = max(0.0, float(inner.trace() - inner.sum() / parts)) / (parts - 1)
+        variance = max(0.0, float(inner.trace() - inner.sum() / count)) / (count - 1)
         return _ratio(scale**2 * variance / shrink, float(p[-1, -1]))
 
     off = _ratio(scale**2 * mean - 2 * scale * along + square, square)
     normed = any(isinstance(m, _BATCH_NORMS) and (m.training or m.running_mean is None) for m in model.modules())
     limit = 2.0 if any(probe.random for probe in probes) and not normed else 0.5
     if off > max(limit * noise(whole), _SUMS):
-        cause = "batch norms see fewer samples in a part" if normed else "the loss couples samples"
-        return f"gradients of {parts} parts of the batch do not add up to its own (off by {off:.2g}): {cause}"
+        cause = "batch norms see fewer samples in a slice" if normed else "the loss couples samples"
+        return f"gradients of {count} slices of the batch do not add up to its own (off by {off:.2g}): {cause}"
     return {"": noise(whole), **{name: noise(p) for name, p in products.items()}}
 
 
 _SUMS = 1e-3
-"""Parts of equal samples have no noise, and their mean is off by what sums in another order round differently."""
+"""Slices of equal samples have no noise, and their mean is off by the rounding of sums in another order."""
 
 
 class _Probe:
-    """The loss of a part, with random numbers of its own; they are restored with all else by ``gradients``."""
+    """The loss of a slice, with random numbers of its own; ``gradients`` restores them with all else."""
 
-    def __init__(self, model: nn.Module, loss: LossFn, part: Any, seed: int) -> None:
-        self._model, self._loss, self._part, self._seed = model, loss, part, seed
+    def __init__(self, model: nn.Module, loss: LossFn, samples: Any, seed: int) -> None:
+        self._model, self._loss, self._samples, self._seed = model, loss, samples, seed
         self.random = any(p.device.type != "cpu" for p in model.parameters())  # may draw elsewhere, unseen
 
     def __call__(self) -> Tensor:
         torch.manual_seed(self._seed)
         before = torch.get_rng_state()
-        value = self._loss(self._model, self._part)
+        value = self._loss(self._model, self._samples)
         self.random = self.random or not torch.equal(before, torch.get_rng_state())
         return value
 
@@ -542,7 +569,7 @@ def _damage(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> tuple[i
 
 
 def _fall(whole: tuple[int, float], spared: tuple[int, float]) -> float:
-    """The part of the damage that is gone."""
+    """The share of the damage that is gone."""
     if whole[0]:
         return (whole[0] - spared[0]) / whole[0]
     if spared[0] or not whole[1]:

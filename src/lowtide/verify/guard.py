@@ -1,23 +1,22 @@
 """Watching the gradient while training: small probes, and more precision where it is needed.
 
 Now and then a few samples of a batch are kept, and the gradient that backward brings to the model's outputs for them.
-With both the parameters' gradients of these samples can be made again without knowing the loss, exactly and
-compressed. That happens at the end of the same backward, and they are compared as :func:`lowtide.check` does, in
-units of the whole batch's gradient.
+With both, the parameters' gradients of these samples can be made again without knowing the loss, exactly and
+compressed. That happens at the end of the same backward. The two are compared in units of the whole batch's gradient,
+as :func:`lowtide.check` compares them, and ``evidence`` tells when a difference is more than chance.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import statistics
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +29,16 @@ from ..policy.tuners.base import require_keys
 from ..policy.use import Use
 from ..report import size
 from ..session import Session
-from ..session.replay import NotDivisible, gradients, leaves_of, part_of, samples_in, suspects
+from ..session.replay import NotDivisible, gradients, leaves_of, mapped, samples_in, slice_of, suspects
+from .evidence import ERROR, LEAST_NOISE, LONGER, SHORTER, Evidence, Finding, Reading
 
 logger = logging.getLogger("lowtide.guard")
-
-LEAST_NOISE = 0.4
-"""SGD's noise counts as at least this, and as this where it is unknown: an unbiased error of a quarter of it, 0.1,
-makes the mean square of a step 1 % longer, which is little whatever SGD does; 0.4 makes it 16 % longer."""
 
 _SHARE = 16
 """A probe runs twice on one of so many parts of a batch, so its exact activations are as small as compressed ones."""
 
 _WINDOW = 8
-"""Probes that are judged together."""
-
-_FEW = 4
-_CERTAIN = 4.54
-"""Bias counts if its mean is so many standard errors from zero: 1 % by Student's t with 4 probes, less with more."""
+"""Readings that are kept to be looked at; what judges is the evidence of all."""
 
 _THIN = 1 << 16
 """Values of each parameter's gradient that are compared; more would tell the same."""
@@ -73,8 +65,13 @@ class Guard:
 
     Every ``every`` steps, at the end of backward, two parts of a sixteenth of the batch (a sample at least) are run
     exactly and compressed: from 16 samples on a quarter of a step's work. The error may be ``error`` times SGD's own
-    noise between the two parts, which counts as at least 0.4 of the gradient; a bias that shows over at least four
-    looks may be ``bias`` of the gradient.
+    noise between the two parts, which counts as at least 0.4 of the gradient. The bias may be ``bias`` of the gradient,
+    and of the gradient of each parameter that has at least a tenth of its length.
+
+    While the mean of the error is within its limit, the chance of an alarm about it is at most 1 % over all looks of a
+    run, however many there are; the same holds for bias (``src/lowtide/verify/evidence.py`` says why, and what is
+    assumed). More than that is found the sooner the larger it is: an error of twice its limit in about 5 looks, a bias
+    without noise in about 30, one that is hidden in noise in as many looks as it takes.
     """
 
     every: int = 100
@@ -89,20 +86,6 @@ class Guard:
                 raise ValueError(f"{name} must be a number above 0; got {value!r}")
 
 
-class Reading(NamedTuple):
-    """What one look found, as squares in one common unit.
-
-    ``square`` is the whole batch's gradient, ``error`` that of compression, ``noise`` SGD's own, ``bias`` the product
-    of the errors of two parts, which noise leaves at zero on average.
-    """
-
-    step: int
-    square: float
-    error: float
-    noise: float
-    bias: float
-
-
 class _Taken:
     """Some samples of a forward, and what the loss says of its outputs for them, once backward has come by."""
 
@@ -112,7 +95,7 @@ class _Taken:
             raise NotDivisible(f"a batch of {self.samples} samples is too small; {_LEAST_SAMPLES} are needed")
         self.step = step
         self.half = max(1, self.samples // _SHARE)
-        self.inputs = _copied(part_of(inputs, 0, 2 * self.half))
+        self.inputs = _copied(slice_of(inputs, 0, 2 * self.half))
         self.weights: dict[int, Tensor] = {}
         self.problem: str | None = None  # must not be raised in the user's backward
         self._covered: dict[int, set[int]] = {}
@@ -161,7 +144,7 @@ class _Taken:
         """Has the gradient of the real loss, for one half of the samples and with random numbers of its own."""
         torch.manual_seed(which)
         start, stop = which * self.half, (which + 1) * self.half
-        args, kwargs = _copied(part_of(self.inputs, start, stop))
+        args, kwargs = _copied(slice_of(self.inputs, start, stop))
         leaves = list(leaves_of(model(*args, **kwargs)))
         mixed = any(weight.dim() for weight in self.weights.values())
         terms = []
@@ -192,14 +175,12 @@ def _dependencies(nodes: Mapping[int, Any]) -> dict[int, set[int]]:
 
 
 def _copied(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.detach().clone().requires_grad_(batch.requires_grad)
-    if isinstance(batch, Mapping):
-        return {key: _copied(value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [_copied(value) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    """The batch with tensors of its own, so that a model that changes its inputs harms nobody."""
+    return mapped(batch, lambda leaf: _cloned(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class Watch:
@@ -212,6 +193,8 @@ class Watch:
         self.guard = guard
         self.readings: deque[Reading] = deque(maxlen=_WINDOW)
         """The last looks since precision was last raised."""
+        self._evidence = Evidence(guard.error, guard.bias)
+        self._finding: Finding | None = None  # what is being raised for
         self.raised = Plan()
         """What each raised tensor has at least, by its first site."""
         self.log: list[str] = []
@@ -302,9 +285,14 @@ class Watch:
             if not reading.square:
                 return  # a gradient of zero is no measure
             self.readings.append(reading)
-            too_much = self.verdict()
-            if too_much is not None:
-                self._raise(too_much, exact, found, probes, taken)
+            parameters = {name: self._read([_only(e, name) for e in exact], found, taken) for name in exact[0]}
+            self._finding = self._evidence.look(reading, parameters)
+            if self._finding is not None:
+                place = self._finding.parameter or None
+                try:
+                    self._raise(self._finding.what, [_only(e, place) for e in exact], found, probes, taken)
+                finally:
+                    self._evidence = Evidence(self.guard.error, self.guard.bias)
         self._failures, self._lost = 0, False
 
     def _compressed(
@@ -320,24 +308,19 @@ class Watch:
         return found
 
     def _read(self, exact: list[dict[str, Tensor]], found: list[dict[str, Tensor]], taken: _Taken) -> Reading:
-        """A part's noise is that of the batch times the root of how many parts there are."""
+        """What a look says of the parameters in ``exact``.
+
+        A part's noise is that of the batch times the root of how many parts there are.
+        """
         share = taken.share
+        found = [{name: f[name] for name in e if name in f} for f, e in zip(found, exact, strict=True)]
         difference = [_minus(f, e) for f, e in zip(found, exact, strict=True)]
         noise = share * _product(_minus(*exact), _minus(*exact)) / 2
         error = share * sum(_product(d, d) for d in difference) / 2
         square = max(0.0, _product(*exact)) + noise
-        return Reading(taken.step, square, error, noise, _product(*difference))
-
-    def verdict(self) -> str | None:
-        """What is out of the band over the last readings, each in units of its own gradient: "error", "bias", None."""
-        error, noise = self._mean("error"), self._mean("noise")
-        if not error <= self.guard.error**2 * max(noise, LEAST_NOISE**2):
-            return "error"
-        products = [r.bias / r.square for r in self.readings]
-        mean = statistics.fmean(products)
-        if len(products) < _FEW or mean <= self.guard.bias**2:
-            return None
-        return "bias" if mean > _CERTAIN * statistics.stdev(products) / math.sqrt(len(products)) else None
+        own = sum(_product(e, e) for e in exact)
+        along = sum(_product(d, e) for d, e in zip(difference, exact, strict=True)) / own if own else 0.0
+        return Reading(taken.step, square, error, noise, _product(*difference), along)
 
     def _mean(self, what: str) -> float:
         parts: list[float] = [getattr(reading, what) / reading.square for reading in self.readings]
@@ -385,12 +368,16 @@ class Watch:
         self._say(f"{text}; raised {', '.join(names)}: {size(more)} more in a step")
 
     def _said(self, what: str, step: int) -> str:
-        if what == "bias":
-            bias = math.sqrt(self._mean("bias"))
-            return f"step {step}: a bias of {bias:.2g} of the gradient, {self.guard.bias:.2g} is allowed"
-        error, noise = math.sqrt(self._mean("error")), math.sqrt(self._mean("noise"))
-        allowed = self.guard.error * max(noise, LEAST_NOISE)
-        return f"step {step}: an error of {error:.2g} of the gradient, {allowed:.2g} is allowed"
+        """What was found, and what is allowed, in words."""
+        if what == ERROR or self._finding is None:
+            error, noise = math.sqrt(self._mean("error")), math.sqrt(self._mean("noise"))
+            allowed = self.guard.error * max(noise, LEAST_NOISE)
+            return f"step {step}: an error of {error:.2g} of the gradient, {allowed:.2g} is allowed"
+        whose = f"{self._finding.parameter}'s gradient" if self._finding.parameter else "the gradient"
+        bias, allowed = self._finding.size, self.guard.bias
+        if what in (SHORTER, LONGER):
+            return f"step {step}: a bias that makes {whose} {bias:.2g} of itself {what}, {allowed:.2g} is allowed"
+        return f"step {step}: a bias of {bias:.2g} of {whose}, {allowed:.2g} is allowed"
 
     def _say(self, text: str) -> None:
         self.log.append(text)
@@ -415,13 +402,17 @@ class Watch:
         return {
             "raised": self.raised.to_data(),
             "readings": [list(reading) for reading in self.readings],
+            "evidence": self._evidence.state_dict(),
             "log": list(self.log),
             "off": self.off,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        require_keys(state, {"raised", "readings", "log", "off"})
+        require_keys(state, {"raised", "readings", "evidence", "log", "off"})
+        evidence = Evidence(self.guard.error, self.guard.bias)
+        evidence.load_state_dict(state["evidence"])
+        self._evidence = evidence
         self.raised = Plan.from_data(state["raised"])
         self.readings = deque((Reading(*row) for row in state["readings"]), maxlen=_WINDOW)
         self.log = list(state["log"])
@@ -444,7 +435,11 @@ def _fall(whole: Reading, spared: Reading, what: str) -> float:
         return math.inf if math.isfinite(spared.error) else 0.0
     if not math.isfinite(spared.error):
         return -math.inf
-    return whole.error - spared.error if what == "error" else whole.bias - spared.bias
+    if what == ERROR:
+        return whole.error - spared.error
+    if what in (SHORTER, LONGER):
+        return whole.square * (whole.along**2 - spared.along**2)
+    return whole.bias - spared.bias
 
 
 # ---------------------------------------------------------------- gradients
@@ -463,6 +458,11 @@ def _thin(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stride += 1 - stride % 2
         thin[name] = flat[::stride].to("cpu", torch.float64) * math.sqrt(stride)
     return thin
+
+
+def _only(found: Mapping[str, Tensor], name: str | None) -> dict[str, Tensor]:
+    """The gradient of one parameter; all of them for None."""
+    return {key: gradient for key, gradient in found.items() if name is None or key == name}
 
 
 def _minus(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:

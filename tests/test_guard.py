@@ -106,8 +106,9 @@ def test_exact_storage_reads_zero():
     model = net()
     handle = lowtide.attach(model, "lossless", guard=Guard(every=1))
     train(model)
+    assert len(handle.guard.readings) == 6
     for reading in handle.guard.readings:
-        assert reading.error == reading.bias == 0
+        assert reading.error == reading.bias == reading.along == 0
         assert 0 < reading.noise < reading.square
 
 
@@ -136,6 +137,9 @@ def test_readings_are_those_of_whole_gradients():
              y[i * half : (i + 1) * half], reduction="sum") / BATCH)["2.weight"].flatten() for i in (0, 1)]  # fmt: skip
     assert reading.error == pytest.approx(sum(float(w.square().sum()) for w in wrong) / 2 / 16, rel=0.02)
     assert reading.bias == pytest.approx(float(wrong[0] @ wrong[1]), rel=0.1)
+    # An error of half the last layer's weight gradient goes along that by half its square.
+    along = 2 * sum(float(w.square().sum()) for w in wrong) / (float(a @ a) + float(b @ b))
+    assert reading.along == pytest.approx(along, rel=0.02)
 
 
 def test_a_biased_codec_is_found_raised_logged_and_kept(caplog):
@@ -639,6 +643,7 @@ def test_a_model_that_changes_its_input():
     for _ in range(3):
         model(torch.randn(BATCH, 32)).square().sum().backward()
     assert handle.guard.off is None
+    assert len(handle.guard.readings) == 3
     # Rounding to 8 significant bits errs by at most 2**-8 of each value.
     assert all(reading.error < 2**-14 * reading.square for reading in handle.guard.readings)
 

@@ -162,6 +162,8 @@ def test_hooks_on_finished_gradients_stay_still(net):
     net.conv.weight.register_post_accumulate_grad_hook(lambda p: fired.append(1))
     gradients(net, lambda: net(torch.randn(5, 3, 6, 6)))
     assert not fired
+    net(torch.randn(5, 3, 6, 6)).backward()
+    assert fired == [1]
 
 
 def test_hooks_on_parameters_stay_still_and_are_there_again(net):

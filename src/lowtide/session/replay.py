@@ -209,8 +209,8 @@ def slice_of(batch: Any, start: int, stop: int) -> Any:
 def suspects(stored: Iterable[Use], errors: Mapping[str, float]) -> list[Use]:
     """Stored tensors, those first whose consumers' own parameters err most.
 
-    A consumer without parameters of its own passes its noise to layers before it: it gets a part of the whole error
-    by its number of values.
+    A consumer without parameters of its own passes its noise to the layers before it. It counts with a share of the
+    whole error, by its number of values.
     """
     stored = list(stored)
     by_module: dict[str, float] = {}
@@ -227,8 +227,11 @@ def suspects(stored: Iterable[Use], errors: Mapping[str, float]) -> list[Use]:
     return sorted(stored, key=share)
 
 
-_ROWS = 256
-_CHUNK = 64
+_PER_BUCKET = 256
+"""Elements of a block that fall into each bucket of a sketch."""
+
+_BLOCKS_AT_ONCE = 64
+"""Blocks that are summed together, which bounds the memory that a sketch takes."""
 
 
 class Sketch:
@@ -253,9 +256,9 @@ class Sketch:
         self.names = tuple(name for name, _ in model.named_parameters())
         self.width = width
         self.seed = seed
-        bits = _hash64(_key(f"{seed}/table"), torch.arange(_ROWS * width))
+        bits = _hash64(_key(f"{seed}/table"), torch.arange(_PER_BUCKET * width))
         self._place = {torch.device("cpu"): torch.sort(bits, stable=True).indices}
-        self._sign = {torch.device("cpu"): _signs(_hash64(_key(f"{seed}/sign"), torch.arange(_ROWS * width)))}
+        self._sign = {torch.device("cpu"): _signs(_hash64(_key(f"{seed}/sign"), torch.arange(_PER_BUCKET * width)))}
 
     def of(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Sketches as (parameters, width) in float32, in the order of :attr:`names`; absent gradients are zero."""
@@ -264,15 +267,15 @@ class Sketch:
             raise ValueError(f"the model has no parameters named {unknown}; gradients go by named_parameters()")
         device = next((g.device for g in gradients.values()), torch.device("cpu"))
         out = torch.zeros(len(self.names), self.width, device=device)
-        for row, name in zip(out, self.names, strict=True):
+        for buckets, name in zip(out, self.names, strict=True):
             gradient = gradients.get(name)
             if gradient is not None:
                 dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-                row.copy_(self._row(name, dense.reshape(-1)))
+                buckets.copy_(self._of_one(name, dense.reshape(-1)))
         return out
 
-    def _row(self, name: str, gradient: Tensor) -> Tensor:
-        block, device = _ROWS * self.width, gradient.device
+    def _of_one(self, name: str, gradient: Tensor) -> Tensor:
+        block, device = _PER_BUCKET * self.width, gradient.device
         if device not in self._place:
             cpu = torch.device("cpu")
             self._place[device], self._sign[device] = self._place[cpu].to(device), self._sign[cpu].to(device)
@@ -281,10 +284,10 @@ class Sketch:
         own = _hash64(_key(f"{self.seed}/{name}"), torch.arange(blocks * self.width)).view(-1, self.width).to(device)
         turn = ((own[:, :1] >> 1) & 0xFFFFFF) + torch.arange(self.width, device=device)
         total = torch.zeros(self.width, device=device)
-        for first in range(0, blocks, _CHUNK):
-            piece = gradient[first * block : (first + _CHUNK) * block].to(torch.float32)
+        for first in range(0, blocks, _BLOCKS_AT_ONCE):
+            piece = gradient[first * block : (first + _BLOCKS_AT_ONCE) * block].to(torch.float32)
             piece = nn.functional.pad(piece, (0, -piece.numel() % block)).view(-1, block) * sign
-            sums = piece[:, place].view(-1, _ROWS, self.width).sum(1)
+            sums = piece[:, place].view(-1, _PER_BUCKET, self.width).sum(1)
             cut = slice(first, first + len(sums))
             total += (sums.gather(1, turn[cut] % self.width) * _signs(own[cut])).sum(0)
         return total

@@ -53,7 +53,7 @@ _LEAST_VALUES = 32
 """Values of a channel that a batch norm must see in a part: statistics of fewer are unlike those of training."""
 
 _REPEATS = 1e-6
-"""Part of the square by which two exact gradients of the same samples may differ: sums in another order."""
+"""Share of the square by which two exact gradients of the same samples may differ: sums in another order."""
 
 _PATIENCE = 3
 """Looks that may fail one after another before the guard gives up."""
@@ -68,10 +68,10 @@ class Guard:
     noise between the two parts, which counts as at least 0.4 of the gradient. The bias may be ``bias`` of the gradient,
     and of the gradient of each parameter that has at least a tenth of its length.
 
-    While the mean of the error is within its limit, the chance of an alarm about it is at most 1 % over all looks of a
-    run, however many there are; the same holds for bias (``src/lowtide/verify/evidence.py`` says why, and what is
-    assumed). More than that is found the sooner the larger it is: an error of twice its limit in about 5 looks, a bias
-    without noise in about 30, one that is hidden in noise in as many looks as it takes.
+    While the square of the error is on average at most that of its limit, the chance of an alarm about it is at most
+    1 % over all looks of a run, however many there are. The same holds for bias. ``src/lowtide/verify/evidence.py``
+    says why, and what is assumed. More than is allowed is found the sooner the larger it is: an error of twice its
+    limit in about 5 looks, a bias without noise in about 30, one that noise hides in as many looks as it takes.
     """
 
     every: int = 100
@@ -110,7 +110,7 @@ class _Taken:
 
     @property
     def share(self) -> float:
-        """What part of the batch a probe sees."""
+        """The share of the batch that a probe sees."""
         return self.half / self.samples
 
     def watch(self, output: Any, arrived: Callable[[], None]) -> None:
@@ -150,10 +150,10 @@ class _Taken:
         terms = []
         for i, weight in self.weights.items():
             # A mean over samples comes once, not once for each part.
-            rows = weight[start:stop] if weight.dim() else weight * (self.share if mixed else 1.0)
-            if leaves[i].shape != rows.shape:
+            own = weight[start:stop] if weight.dim() else weight * (self.share if mixed else 1.0)
+            if leaves[i].shape != own.shape:
                 raise NotDivisible(f"an output of {self.half} samples has the shape {tuple(leaves[i].shape)}")
-            terms.append((leaves[i].float() * rows.float()).sum())
+            terms.append((leaves[i].float() * own.float()).sum())
         return torch.stack(terms).sum()
 
 
@@ -323,8 +323,9 @@ class Watch:
         return Reading(taken.step, square, error, noise, _product(*difference), along)
 
     def _mean(self, what: str) -> float:
-        parts: list[float] = [getattr(reading, what) / reading.square for reading in self.readings]
-        return sum(parts) / len(parts)
+        """The mean of the last readings, each in units of its own gradient."""
+        shares: list[float] = [getattr(reading, what) / reading.square for reading in self.readings]
+        return sum(shares) / len(shares)
 
     # ------------------------------------------------------------ raising
 

@@ -38,6 +38,7 @@ from .handles import (
     Recast,
     Reference,
     Row,
+    Shape,
     cut,
     described,
     masks,
@@ -79,10 +80,7 @@ class Session:
         self._model = model
         self._min_numel = min_numel
         self._abilities = capture.probe()
-        twin = None if type(method).twin is Method.twin else method.twin
-        self._capture = Capture(
-            model, self._visit, self._settle, self._start_forward, self._expose, twin, self._derives
-        )
+        self._capture: Capture | None = None
         self._entered = 0
         self._thread = 0
         self._noise = 0
@@ -126,6 +124,10 @@ class Session:
         self._forwards = 0
         if self._tuner is not None:
             self._tuner.begin(self.step)
+        twin = None if type(self.method).twin is Method.twin else self.method.twin
+        self._capture = Capture(
+            self._model, self._visit, self._settle, self._start_forward, self._expose, twin, self._derives
+        )
         self._start_forward()
         self._capture.__enter__()
         self._entered = 1
@@ -134,7 +136,9 @@ class Session:
     def _close(self) -> None:
         """Stop watching; encode what nobody holds, and note what somebody does."""
         self._entered = 0
-        self._capture.__exit__(None, None, None)
+        if self._capture is not None:
+            self._capture.__exit__(None, None, None)
+            self._capture = None  # it refers to us: a cycle would wait for the garbage collector
         for reference in (*self._recent, *self._waiting):
             handle = reference()
             if handle is not None and not self._seal_if_ours(handle) and handle.raw is not None:
@@ -155,7 +159,7 @@ class Session:
                 self._entered += 1  # the model calls itself
                 return
             self._close()  # an interrupt, which skips closing hooks, ended the last forward
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not capture.is_recorded():
             self.step += 1
             if self._probe is not None and self.step % self._probe[1] == 0:
                 self.adapt(self._probe[0], every=self._probe[1])
@@ -192,6 +196,7 @@ class Session:
 
     def _start_forward(self) -> None:
         """Each forward of the model draws its own noise and counts its sites from zero."""
+        assert self._capture is not None
         self._capture.restart()
         self._forwards += 1
         self._noise = _hash(f"{self.seed}/{self.step}/{self._forwards}/{_rank()}")
@@ -229,8 +234,8 @@ class Session:
         if lossless is not None:
             if lossless == _SHAPE_ONLY:
                 self._count(slot, identity, rule.why, needs_values=False)
-                packed = lossless.encode(tensor, key=0)
-                slot.hook(lambda _: packed, Packed.decode)
+                shape = Shape(tensor)
+                slot.hook(lambda _: shape, Shape.unpack)
                 return
             need = Need.LOSSLESS
         elif need is Need.EXACT:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
 import subprocess
 import sys
 import threading
+import warnings
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtide
 from lowtide.codecs import GroupQuant
@@ -416,3 +420,130 @@ def test_graphs_of_another_thread_stay_as_they_are(features_in, head_in, warm):
         assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert not [s for s in with_hooks.report().sites if s.site.op == "Gelu"]
     with_hooks.remove()
+
+
+@pytest.mark.parametrize("use", ["compress", "attach"])
+def test_a_session_goes_without_the_garbage_collector(use):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(128, 64)
+    gc.collect()
+    gc.disable()
+    try:
+        if use == "compress":
+            with lowtide.compress(model, "actnn", min_numel=0) as session:
+                loss = model(x).sum()
+            gone = weakref.ref(session)
+            loss.backward()
+            del session, loss
+        else:
+            attachment = lowtide.attach(model, "actnn", min_numel=0)
+            gone = weakref.ref(attachment._session)
+            model(x).sum().backward()
+            attachment.remove()
+            del attachment
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def _modes():
+    return torch.overrides._get_current_function_mode_stack()
+
+
+class Interrupted(nn.Module):
+    """Its forward is ended as by Ctrl-C, which skips the hooks that close a session."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.layer(x)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_no_device_behind():
+    model = Interrupted()
+    attachment = lowtide.attach(model, "actnn")
+    try:
+        with pytest.raises(KeyboardInterrupt), torch.device("meta"):
+            model(torch.empty(4, 8, device="cpu"))
+        assert torch.empty(1).device.type == "cpu"
+    finally:
+        attachment.remove()
+        assert not _modes()
+
+
+def test_the_default_device_may_change_within_a_session():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    torch.set_default_device("cpu")
+    try:
+        with lowtide.compress(model, "actnn"):
+            torch.set_default_device("meta")
+            model(x)
+            torch.set_default_device(None)
+            assert torch.empty(1).device.type == "cpu"
+        assert not _modes()
+    finally:
+        torch.set_default_device(None)
+
+
+def test_modes_around_and_within_a_session_keep_their_order():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with torch.device("meta"), lowtide.compress(model, "actnn"), torch.device("cpu"):
+        assert torch.empty(1).device.type == "cpu"
+        model(x)
+    with torch.device("meta"):
+        with lowtide.compress(model, "actnn"):
+            assert torch.empty(1).device.type == "meta"
+        assert torch.empty(1).device.type == "meta"
+    assert not _modes()
+
+
+@pytest.mark.parametrize("how", ["attach", "compress"])
+def test_an_attached_model_can_be_traced(how):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(128, 64)
+    plain = model(x)
+    context = lowtide.compress(model, "actnn", min_numel=0) if how == "compress" else nullcontext()
+    attachment = lowtide.attach(model, "actnn", min_numel=0) if how == "attach" else None
+    with context, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), plain)
+    if attachment is not None:
+        assert attachment.state_dict()["step"] == 0
+        recorded = make_fx(model)(x)
+        assert torch.equal(recorded(x), plain)
+        attachment.remove()
+
+
+SHAPE_READERS = [
+    lambda h: F.avg_pool2d(h, 2),
+    lambda h: F.max_pool2d(h, 2),
+    lambda h: F.pad(h, (1, 1, 1, 1), mode="reflect"),
+    lambda h: torch.gather(h, 3, torch.zeros(2, 4, 8, 2, dtype=torch.int64)),
+]
+
+
+@pytest.mark.parametrize("function", SHAPE_READERS)
+@pytest.mark.parametrize("change", [lambda h: h.add_(1), lambda h: h.view(-1).mul_(2), lambda h: h.detach().zero_()])
+def test_a_change_of_what_only_lends_its_shape_raises_as_in_plain(function, change):
+    model, x = nn.Linear(8, 8), torch.randn(2, 4, 8, 8)
+    for context in (nullcontext(), lowtide.compress(model, "lossless", min_numel=0)):
+        with context:
+            h = model(x)
+            loss = function(h).sum()
+            change(h)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_what_only_lends_its_shape_is_not_kept():
+    model, x = nn.Linear(8, 8), torch.randn(2, 4, 8, 8)
+    with lowtide.compress(model, "lossless", min_numel=0):
+        h = model(x)
+        storage = weakref.ref(h.untyped_storage())
+        loss = F.avg_pool2d(h, 2).sum()
+        del h
+        assert storage() is None
+    loss.backward()

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+_overrides: Any = torch.overrides
 _MARK = "lowtide"
 _MADE = "lowtide made"
 _FAITHFUL = "lowtide faithful"
@@ -237,6 +238,13 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def share_version(tensor: Tensor, memory: Tensor) -> Tensor:
+    """``memory`` with the version of ``tensor``: it shows changes of that one without keeping its storage."""
+    alias = tensor.detach()
+    alias.data = memory
+    return alias
+
+
 def has_storage(tensor: Any) -> bool:
     """A strided tensor of torch's own kinds, a fake one included: no sparse, no nested one, no other subclass."""
     kind = type(tensor)
@@ -246,9 +254,13 @@ def has_storage(tensor: Any) -> bool:
 
 def _is_traced() -> bool:
     """Does somebody record the calls on fake tensors, to run them on real ones later?"""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # not loaded with torch itself
+    tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not loaded with torch itself
+    return tracer is not None and tracer.get_proxy_mode() is not None
 
-    return get_proxy_mode() is not None
+
+def is_recorded() -> bool:
+    """Does a tracer record the calls of this thread? What it recorded would contain ours."""
+    return torch._C._get_tracing_state() is not None or _is_traced()
 
 
 def has_data(tensor: Tensor) -> bool:
@@ -376,6 +388,22 @@ def fingerprint(tensor: Tensor) -> int:
     return hash((tuple(tensor.shape), *some.view(_BITS[tensor.element_size()]).tolist()))
 
 
+def _take_modes() -> list[Any]:
+    """All function modes of this thread, from the lowest; none of them is on the stack then."""
+    return [_overrides._pop_mode() for _ in range(_overrides._len_torch_function_stack())][::-1]
+
+
+def _put_modes(modes: Iterable[Any]) -> None:
+    """Put function modes on the stack, the first one lowest."""
+    for mode in modes:
+        _overrides._push_mode(mode)
+
+
+def _default_device() -> Any:
+    """The mode that serves ``torch.set_default_device``; it insists on being the lowest."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
 def calls_on_stack(module: nn.Module) -> int:
     """How many calls of ``module`` are running in this thread."""
     code = nn.Module._call_impl.__code__
@@ -475,7 +503,7 @@ class Capture(TorchFunctionMode):
         self._names = {module: name for name, module in self._model.named_modules()}
         self._path.clear()
         self._thread = threading.get_ident()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._push()
         self._hooks = [
             nn.modules.module.register_module_forward_pre_hook(self._enter_module),
             nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
@@ -485,7 +513,18 @@ class Capture(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        modes = _take_modes()
+        _put_modes([mode for mode in modes if mode is not self])
+
+    def _push(self) -> None:
+        """Stand below the modes of others.
+
+        They are taken off from the top, whoever is there: after an interrupt, which skips our own end, ``with
+        torch.device(...)`` around the forward would take us off and stay itself. Only the default device stands lower.
+        """
+        modes = _take_modes()
+        default = modes[:1] if modes and modes[0] is _default_device() else []
+        _put_modes([*default, self, *modes[len(default) :]])
 
     def restart(self) -> None:
         """A new forward: ordinals count from zero and only nodes made from now on are ours."""
@@ -561,7 +600,7 @@ class Capture(TorchFunctionMode):
         Nodes are numbered by thread, so the number of one that another thread made tells nothing by itself. It is
         left alone if it cannot be ours: ours come after the session began, before the nodes that read them, and once.
         """
-        if not self._abilities.slots or _MARK in node.metadata:
+        if not self._abilities.slots or _MARK in node.metadata or torch._C._get_tracing_state() is not None:
             return
         call = getattr(func, "__name__", "")
         stack = [(node, _sequence_number())]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs import BlockMean, Codec, Mask, Packed, Raw, TensorMeta
+from ..codecs import BlockMean, Codec, Mask, Packed, Raw, ShapeOnly, TensorMeta
 from ..codecs.base import flatten, layout_of
 from ..graph import capture
 from ..graph.capture import Site
@@ -25,6 +25,7 @@ from ..kernels import ops
 from .ledger import Row
 from .offload import fetch
 
+SHAPE_ONLY = ShapeOnly()
 MASK = Mask()  # what backward reads of a rectified tensor
 
 
@@ -241,6 +242,24 @@ class Recast:
             )
         copy = parameter.detach().to(self.dtype)
         return copy.t() if self.transposed else copy
+
+
+class Shape:
+    """A tensor of which backward reads only the shape, with autograd's check that nobody changed it."""
+
+    __slots__ = ("counter", "packed", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.packed = SHAPE_ONLY.encode(tensor, key=0)
+        self.version = capture.version_of(tensor)
+        has_data = capture.has_data(tensor)
+        self.counter = capture.share_version(tensor, self.packed.buffers[0]) if has_data else None
+
+    def unpack(self) -> Tensor:
+        """Memory of the same form."""
+        if self.counter is not None and capture.version_of(self.counter) != self.version:
+            raise changed_in_place(self.packed.meta.shape)
+        return self.packed.decode()
 
 
 def changed_in_place(shape: tuple[int, ...]) -> RuntimeError:

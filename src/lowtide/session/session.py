@@ -38,6 +38,7 @@ from .handles import (
     Rebuilt,
     Recast,
     Reference,
+    Shape,
     cut,
     described,
     masks,
@@ -84,9 +85,7 @@ class Session:
         self._probing = False
         self._repeated: tuple[Callable[[], Tensor], int] | None = None
         self._abilities = capture.probe()
-        self._capture = Capture(
-            model, self._visit, self._settle, self._start_forward, self._expose, policy.twin, policy.rebuilds
-        )
+        self._capture: Capture | None = None
         self._entered = 0
         self._thread = 0
         self._noise = 0
@@ -134,6 +133,10 @@ class Session:
         self._forget()
         if self.policy.tuner is not None:
             self.policy.tuner.begin(self.step)
+        self._capture = Capture(
+            *(self._model, self._visit, self._settle, self._start_forward, self._expose),
+            *(self.policy.twin, self.policy.rebuilds),
+        )
         self._begun = False
         self._number_forward(1)
         self._capture.__enter__()
@@ -143,7 +146,9 @@ class Session:
     def _close(self) -> None:
         """Stop watching; encode what nobody holds, and note what somebody does."""
         self._entered = 0
-        self._capture.__exit__(None, None, None)
+        if self._capture is not None:
+            self._capture.__exit__(None, None, None)
+            self._capture = None  # it refers to us: a cycle would wait for the garbage collector
         for reference in (*self._recent, *self._waiting):
             handle = reference()
             if handle is not None and not self._seal_if_ours(handle) and handle.raw is not None:
@@ -162,7 +167,7 @@ class Session:
                 self._entered += 1  # the model calls itself
                 return
             self._close()  # an interrupt, which skips closing hooks, ended the last forward
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not capture.is_recorded():
             self.step += 1
             if self._repeated is not None and self.step % self._repeated[1] == 0:
                 self.adapt(self._repeated[0])
@@ -196,6 +201,7 @@ class Session:
 
     def _number_forward(self, number: int) -> None:
         """Each forward of the model draws its own noise and counts its sites from zero."""
+        assert self._capture is not None
         self._forwards = number
         self._capture.restart()
         self._noise = forward_noise(self.seed, self.step, number)
@@ -238,8 +244,8 @@ class Session:
         if lossless is not None:
             if lossless == SHAPE_ONLY:
                 self._count(slot, identity, rule.why, needs_values=False)
-                packed = lossless.encode(tensor, key=0)
-                slot.hook(lambda _: packed, Packed.decode)
+                shape = Shape(tensor)
+                slot.hook(lambda _: shape, Shape.unpack)
                 return
             need = Need.LOSSLESS
         elif need is Need.EXACT:

@@ -688,6 +688,34 @@ def test_notice_and_cache(tmp_path: Path) -> None:
     assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == ""
 
 
+def test_a_broken_cache_is_filled_again(tmp_path: Path) -> None:
+    code = "torch.set_num_threads(2); check(); assert kernels.status()['quantize_groups'] == 'numba', kernels.status()"
+    run(code, NUMBA_CACHE_DIR=str(tmp_path))
+    for pattern, part in (("*.team-*.nbi", 0.0), ("*.team-*.nbi", 0.5), ("*.team-*.nbc", 0.0), ("*.team-*.nbc", 0.9)):
+        files = list(tmp_path.rglob(pattern))
+        assert files
+        for file in files:
+            file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
+        assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == NOTICE, (pattern, part)
+        assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == "", (pattern, part)
+    for file in tmp_path.rglob("*.nb?"):  # those of the kernel too
+        file.write_bytes(file.read_bytes()[:100])
+    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == NOTICE
+
+
+def test_the_cache_looks_at_every_file(tmp_path: Path) -> None:
+    """A kernel contains the numbers of ``layout``, a file that Numba's own key does not know of."""
+    code = """
+        from lowtide.kernels import cpu, layout
+        class Other:
+            get_data = staticmethod(lambda path: b'other numbers')
+        layout.__loader__ = Other if {other} else layout.__loader__
+        cpu.compile('unpack_uints')
+    """
+    for other, notice in ((False, NOTICE), (False, ""), (True, NOTICE), (True, ""), (False, "")):
+        assert run(code.format(other=other), NUMBA_CACHE_DIR=str(tmp_path)).stderr == notice
+
+
 def test_no_place_for_a_cache() -> None:
     code = """
         from numba.core import caching

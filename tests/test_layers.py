@@ -25,7 +25,7 @@ LAYERS = [
     *["policy.tuners.fitting", "policy.tuners.base", "policy.plan", "policy.use", "policy.solve"],
     *["graph.rules", "graph.twins", "graph.derive", "graph.capture"],
     *["codecs.projection", "codecs.fixed", "codecs.lossy", "codecs.lossless", "codecs.base"],
-    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.reference"],
+    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.layout", "kernels.reference"],
 ]
 PLACE = {name: i for i, name in enumerate(LAYERS)}
 FILES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}

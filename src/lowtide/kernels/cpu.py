@@ -12,6 +12,7 @@ import os
 import struct
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -61,7 +62,6 @@ class _OpenMP:
             return
 
 
-_SMALL = 1 << 16  # values; below, starting threads costs more than they save
 _SERIES, _WORD = "void(int64, int64, int64, int64)", "void(int64)"
 
 
@@ -104,6 +104,8 @@ class _Function(ccallback.CFunc):  # type: ignore[misc]
         except OSError:  # the place of the cache cannot be read or written
             self._cache = caching.NullCache()
             super().compile()
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        self.call = kind(self.address)
 
 
 class _Compiled:
@@ -159,38 +161,77 @@ def compile(name: str) -> None:
     _compiled.team()
 
 
-def _run(name: str, items: int, work: int, scratch: int, record: tuple[int, ...]) -> None:
-    """Runs a kernel over ``items``, in as many threads as torch would use."""
-    c = _compiled
-    function = c.kernels.get(name) or c.kernel(name)
-    parameters = array("q", record)
-    address = parameters.buffer_info()[0]
+_SMALL = 1 << 18  # values; one thread takes less than 0.1 ms for fewer, and a second one gains little
+_GRAIN = 1 << 16  # values that a thread of a team takes at once
+_LATE = 1_000_000  # nanoseconds that no thread waits for another unless cores are busy
+_PAUSE, _LONGEST_PAUSE = 8, 512  # calls in one thread after a team that was late
+
+
+class _Teams:
+    """Runs kernels in teams of threads, as long as that is faster than one thread.
+
+    The end of a team is a barrier of OpenMP: the calling thread waits for every other, even for one that has found
+    nothing left to do, and it spins for up to 15 ms first. On cores that other processes keep busy the threads it
+    waits for may not run at all until then. So threads take small chunks, whoever comes first; and after a team in
+    which the calling thread waited longer than the others saved it, the next calls run in one thread: the more of
+    them, the more such teams there were in a row.
+    """
+
+    def __init__(self) -> None:
+        self.alone, self.pause = 0, _PAUSE
+
+    def pays(self) -> bool:
+        """Is it time for a team?"""
+        self.alone -= 1
+        return self.alone < 0
+
+    def run(self, function: Any, items: int, chunk: int, threads: int, scratch: int, record: tuple[int, ...]) -> None:
+        """Runs a kernel over ``items`` in ``threads`` threads."""
+        c = _compiled
+        stride = layout.aligned(scratch) + layout.LINE  # so that no two threads write to one line
+        memory = torch.empty(threads * stride, dtype=torch.uint8)
+        parameters, progress = array("q", record), array("q", Progress(0, 0, 0))
+        launch = array(
+            "q",
+            Launch(
+                thread_number=c.openmp.thread_number,
+                clock=c.openmp.clock,
+                kernel=function.address,
+                parameters=parameters.buffer_info()[0],
+                scratch=memory.data_ptr(),
+                stride=stride,
+                items=items,
+                chunk=chunk,
+                progress=progress.buffer_info()[0],
+            ),
+        )
+        start = time.perf_counter_ns()
+        c.openmp.parallel(c.team().address, launch.buffer_info()[0], threads, 0)
+        done = Progress(*progress)
+        waited = time.perf_counter_ns() - start - done.nanoseconds
+        saved = done.nanoseconds * (items - done.own) // max(done.own, 1)
+        if waited > _LATE and waited > saved:
+            self.alone, self.pause = self.pause, min(2 * self.pause, _LONGEST_PAUSE)
+        else:
+            self.alone, self.pause = 0, _PAUSE
+
+
+_teams = _Teams()
+_PACK = [struct.Struct(f"{words}q").pack for words in range(32)]  # more words than any record has
+
+
+def _run(name: str, items: int, work: int, scratch: int, record: tuple[int, ...], grain: int = 1) -> None:
+    """Runs a kernel over ``items``, which have ``work`` values; a thread takes at least ``grain`` values at once."""
+    function = _compiled.kernels.get(name) or _compiled.kernel(name)
     # A forked child has none of its parent's threads: OpenMP would hang or abort there.
-    if work >= _SMALL and c.openmp.parallel is not None and os.getpid() == PROCESS:
-        threads = min(torch.get_num_threads(), items)
-        if threads > 1:
-            team = c.kernels.get("_team") or c.team()
-            stride = layout.aligned(scratch) + layout.LINE  # so that no two threads write to one line
-            memory = torch.empty(threads * stride, dtype=torch.uint8)
-            progress = array("q", Progress(0, 0, 0))
-            launch = array(
-                "q",
-                Launch(
-                    thread_number=c.openmp.thread_number,
-                    clock=c.openmp.clock,
-                    kernel=function.address,
-                    parameters=address,
-                    scratch=memory.data_ptr(),
-                    stride=stride,
-                    items=items,
-                    chunk=-(-items // threads),
-                    progress=progress.buffer_info()[0],
-                ),
-            )
-            c.openmp.parallel(team.address, launch.buffer_info()[0], threads, 0)
+    if work >= _SMALL and _compiled.openmp.parallel is not None and os.getpid() == PROCESS:
+        chunk = -(-items * max(grain, _GRAIN) // work)
+        threads = min(torch.get_num_threads(), -(-items // chunk))
+        if threads > 1 and _teams.pays():
+            _teams.run(function, items, chunk, threads, scratch, record)
             return
     memory = torch.empty(scratch, dtype=torch.uint8)
-    function.ctypes(address, memory.data_ptr(), 0, items)
+    function.call(_PACK[len(record)](*record), memory.data_ptr(), 0, items)
 
 
 @lru_cache(maxsize=4096)
@@ -497,6 +538,11 @@ def _frame(geometry: tuple[int, ...], block: int) -> _Frame | None:
     return _Frame(numel, means, outer * -(-depth // block), most, shape)
 
 
+def _grain(shape: Slabs) -> int:
+    """Sixteen slabs: a kernel may work twice on the slabs at the ends of what it is given."""
+    return 16 * shape.block * shape.rows * shape.width * shape.inner
+
+
 def quantize_blocks(
     x: Tensor,
     geometry: Sequence[int],
@@ -553,7 +599,7 @@ def quantize_blocks(
         most=frame.most,
     )
     scratch = _bytes(layout.quantize_blocks_scratch, group, shape, frame.most)
-    _run("quantize_blocks", sizes[0], numel, scratch, record)
+    _run("quantize_blocks", sizes[0], numel, scratch, record, _grain(shape))
     return low, codes, side
 
 
@@ -606,7 +652,8 @@ def dequantize_blocks(
         per_slab=shape.per_slab,
         groups=sizes[0],
     )
-    _run("dequantize_blocks", frame.slabs, numel, _bytes(layout.dequantize_blocks_scratch, group, shape), record)
+    scratch = _bytes(layout.dequantize_blocks_scratch, group, shape)
+    _run("dequantize_blocks", frame.slabs, numel, scratch, record, _grain(shape))
     return out
 
 
@@ -618,7 +665,7 @@ def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dty
         return reference.block_means(x, geometry, block, dtype)
     out = torch.empty(frame.means, dtype=dtype)
     record = layout.BlockMeans(x.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape)
-    _run("block_means", frame.slabs, numel, _bytes(layout.means_scratch, frame.shape), record)
+    _run("block_means", frame.slabs, numel, _bytes(layout.means_scratch, frame.shape), record, _grain(frame.shape))
     return out
 
 
@@ -629,7 +676,8 @@ def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch
         return reference.spread_blocks(low, geometry, block, dtype)
     out = torch.empty(frame.numel, dtype=dtype)
     record = layout.SpreadBlocks(low.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape)
-    _run("spread_blocks", frame.slabs, frame.numel, _bytes(layout.spread_scratch, frame.shape), record)
+    scratch = _bytes(layout.spread_scratch, frame.shape)
+    _run("spread_blocks", frame.slabs, frame.numel, scratch, record, _grain(frame.shape))
     return out
 
 

@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowtide import kernels
-from lowtide.kernels import ops, reference
+from lowtide.kernels import cpu, layout, ops, reference
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = [1, 2, 3, 5, 7, 8, 13, 64, 97, 255, 256, 257, 1000, 1021, 4096, 4097]
@@ -24,10 +26,16 @@ NAN, INF = float("nan"), float("inf")
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture(params=[1, 2, 5], ids=["1 thread", "2 threads", "5 threads"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Teams of so many threads for any tensor, which take few values at once, however busy the cores are."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
+    monkeypatch.setattr(cpu, "_SMALL", 1)
+    monkeypatch.setattr(cpu, "_GRAIN", 1000)
+    monkeypatch.setattr(cpu, "_grain", lambda shape: 1)
+    monkeypatch.setattr(cpu, "_LATE", 1 << 62)
+    monkeypatch.setattr(cpu, "_teams", cpu._Teams())
     yield request.param
     torch.set_num_threads(before)
 
@@ -477,6 +485,127 @@ def test_masks_and_integers_in_threads(threads: int) -> None:
         assert_same(ops.unpack_uints(packed, y.numel(), bits, 0, torch.int64), y, bits)
 
 
+def all_operators(x: Tensor, row: int, group: int, bits: int, geometry: tuple[int, ...], mask: Tensor) -> list[object]:
+    """What each operator gives for values, or integers made of them; ``mask`` is filled."""
+    numel, dtype, key = x.numel(), x.dtype, 7
+    found: list[object] = []
+    levels = levels_of(bits) if bits <= 4 else None
+    for own in (None, levels):
+        packed = ops.quantize_groups(x, row, group, bits, key, True, own, mask)
+        found += [packed, mask.clone(), ops.quantize_groups(x, row, group, bits, key, False, own)]
+        found.append(ops.dequantize_groups(*packed, numel, row, group, bits, dtype, mask, own))
+        for block in (2, 3, 8):
+            parts = ops.quantize_blocks(x, geometry, block, row, group, bits, key, True, own, mask)
+            found += [parts, mask.clone()]
+            shape = (geometry, block, row, group, bits, dtype, mask, own)
+            found.append(ops.dequantize_blocks(*parts, *shape))
+    for block in (2, 3, 8):
+        for kind in (dtype, torch.float32):
+            low = ops.block_means(x, geometry, block, kind)
+            found += [low, ops.spread_blocks(low, geometry, block, dtype)]
+    widths = (torch.arange(numel // row) % 8 + 1).to(torch.uint8)
+    packed = ops.quantize_samples(x, widths, group, key, True, mask)
+    found += [packed, mask.clone(), ops.dequantize_samples(*packed, widths, numel, group, dtype, mask)]
+    found.append(ops.range_energy(x, row, group, True))
+    for target in FP8:
+        cast = ops.cast_groups(x, row, group, target)
+        found += [cast[0].float(), cast[1], ops.uncast_groups(*cast, row, group, dtype)]
+    band = ops.pack_band(x, 0.0, 1.0, True, False)
+    found += [band, ops.pack_band(x > 0, 0.0, 1.0, True, False)]
+    found += [ops.unpack_band(band, numel, kind, 1.0, 0.0) for kind in (dtype, torch.bool, torch.float64)]
+    starts, taps = 3 * torch.arange(row), torch.tensor([0, 1, 2])
+    positions = (starts + torch.arange(numel).view(-1, row) % 3).view(-1)
+    tapped = ops.pack_taps(positions, starts, 1, taps, 3 * row, 2)
+    found += [tapped, ops.unpack_taps(tapped[0], numel, starts, 1, taps, 2)]
+    for width in (1, 2, 4, 8, 16, 32):
+        for integer in (torch.int64, torch.int32):
+            uints = ops.pack_uints(torch.arange(numel, dtype=integer) % 2, 0, width)
+            found += [uints, ops.unpack_uints(uints, numel, width, 0, integer)]
+    return found
+
+
+class Canaries:
+    """Stands for torch in the launcher: what it allocates lies between canaries, which nobody may touch.
+
+    With ``short`` the last bytes of each allocation count as canaries too, as if it were too small.
+    """
+
+    MARGIN = 1024
+
+    def __init__(self, short: int = 0) -> None:
+        self.short = short
+        self.outputs: list[tuple[Tensor, int]] = []
+        self.scratch: list[tuple[Tensor, int]] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        size = numel * dtype.itemsize
+        memory = torch.full((size + 2 * self.MARGIN,), 0xA5, dtype=torch.uint8)
+        assert memory.data_ptr() % layout.LINE == 0
+        scratch = sys._getframe(1).f_code.co_name in ("_run", "run")
+        (self.scratch if scratch else self.outputs).append((memory, self.MARGIN + max(0, size - self.short)))
+        return memory[self.MARGIN : self.MARGIN + size].view(dtype)
+
+    def touched(self, guarded: list[tuple[Tensor, int]]) -> int:
+        """How many allocations were written outside."""
+        outside = [torch.cat([memory[: self.MARGIN], memory[end:]]) for memory, end in guarded]
+        return sum(bool((canaries != 0xA5).any()) for canaries in outside)
+
+
+ODD = [
+    # rows, row, group
+    (1, 1, 1),
+    (2, 7, 3),
+    (3, 15, 8),
+    (3, 17, 16),
+    (2, 63, 64),
+    (5, 65, 64),
+    (1, 255, 256),
+    (2, 257, 256),
+    (1, 1021, 1000),
+    (7, 296, 8),
+    (3, 1031, 4096),
+    (2, 4099, 256),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "row", "group"), ODD)
+def test_kernels_stay_within_their_memory(
+    rows: int, row: int, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, masks and scratch have canaries before and behind them; the inputs stay as they were."""
+    numel = rows * row
+    x = sample(numel, dtype)
+    factor = next(f for f in (8, 7, 5, 3, 1) if row % f == 0)
+    for geometry in ((rows, 1, factor, row // factor, 1), (rows, 1, 1, row, 1), (rows, factor, 1, row // factor, 1)):
+        for bits in (1, 2, 3, 4, 5, 8):
+            before = x.clone()
+            canaries = Canaries()
+            monkeypatch.setattr(cpu, "torch", canaries)
+            ours = all_operators(x, row, group, bits, geometry, canaries.empty(-(-numel // 8), torch.uint8))
+            monkeypatch.setattr(cpu, "torch", torch)
+            assert canaries.touched(canaries.outputs) == canaries.touched(canaries.scratch) == 0, (geometry, bits)
+            assert torch.equal(x, before)
+            truth = all_operators(x, row, group, bits, geometry, torch.empty(-(-numel // 8), dtype=torch.uint8))
+            for i, (a, b) in enumerate(zip(ours, truth, strict=True)):
+                assert_same(a, b, (geometry, bits, i))
+
+
+def test_canaries_see_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels fill outputs to their last byte, and some their scratch: if it were a canary, it would be seen."""
+    for short, group in ((1, 256), (4, 4099)):
+        canaries = Canaries(short)
+        monkeypatch.setattr(cpu, "torch", canaries)
+        x, mask = sample(2 * 4099, torch.bfloat16), canaries.empty(1025, torch.uint8)
+        all_operators(x, 4099, group, 3, (2, 1, 1, 4099, 1), mask)
+        assert canaries.touched(canaries.outputs) == len(canaries.outputs) > 80
+        if short == 4:  # groups longer than a batch fill the memory in which they are widened
+            assert canaries.touched(canaries.scratch) > 10
+
+
 def test_every_operator_is_compiled() -> None:
     """Without this, all tests above would pass on a machine where nothing compiles.
 
@@ -556,7 +685,7 @@ def test_float64_is_served_by_the_reference() -> None:
 
 
 def test_many_python_threads() -> None:
-    inputs = [sample(200_000 + 1000 * i, torch.float32) for i in range(8)]
+    inputs = [sample(270_000 + 1000 * i, torch.float32) for i in range(8)]
     truths = [reference.quantize_groups(x, x.numel(), 256, 2, 5, False) for x in inputs]
 
     def work(i: int) -> None:
@@ -567,6 +696,53 @@ def test_many_python_threads() -> None:
         list(pool.map(work, range(8)))
 
 
+class LateRuntime:
+    """OpenMP on busy cores: some teams end long after their work is done."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.late, self.teams = real, True, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def parallel(self, *arguments: Any) -> None:
+        self.teams += 1
+        self.real.parallel(*arguments)
+        if self.late:
+            time.sleep(0.05)
+
+
+def test_threads_that_come_late_are_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = LateRuntime(cpu._compiled.openmp)
+    monkeypatch.setattr(cpu._compiled, "openmp", runtime)
+    monkeypatch.setattr(cpu, "_teams", cpu._Teams())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x = sample(1 << 18, torch.float32)
+    truth = reference.quantize_groups(x, x.numel(), 256, 2, 5, False)
+
+    def calls(count: int) -> int:
+        before = runtime.teams
+        for _ in range(count):
+            assert_same(ops.quantize_groups(x, x.numel(), 256, 2, 5, False), truth, "late")
+        return runtime.teams - before
+
+    assert calls(1) == 1
+    for pause in (8, 16, 32):  # each as long as the late teams before it make it
+        assert calls(pause) == 0
+        assert calls(1) == 1
+    assert calls(64) == 0
+    monkeypatch.setattr(cpu, "_LATE", 1 << 62)  # from here on no team is late, on a busy machine neither
+    runtime.late = False
+    assert calls(3) == 3
+
+
+def test_small_tensors_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = LateRuntime(cpu._compiled.openmp)
+    monkeypatch.setattr(cpu._compiled, "openmp", runtime)
+    ops.pack_band(sample(cpu._SMALL - 1, torch.float32), 0.0, 1.0, True, False)
+    assert runtime.teams == 0
+
+
 def run(code: str, timeout: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs Python code in a fresh process, with ``ops``, ``reference`` and an input ``x`` at hand."""
     start = """
@@ -574,7 +750,7 @@ def run(code: str, timeout: float = 120.0, **environment: str) -> subprocess.Com
         from lowtide import kernels
         from lowtide.kernels import ops
         from lowtide.kernels import reference
-        x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
         def check():
             ours = ops.quantize_groups(x, x.numel(), 256, 2, 5, False)
             truth = reference.quantize_groups(x, x.numel(), 256, 2, 5, False)
@@ -708,6 +884,34 @@ def test_notice_and_cache(tmp_path: Path) -> None:
     code = "check(); ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), x.numel(), torch.bool, 1.0, 0.0)"
     assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == NOTICE
     assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == ""
+
+
+def test_a_broken_cache_is_filled_again(tmp_path: Path) -> None:
+    code = "torch.set_num_threads(2); check(); assert kernels.status()['quantize_groups'] == 'numba', kernels.status()"
+    run(code, NUMBA_CACHE_DIR=str(tmp_path))
+    for pattern, part in (("*.team-*.nbi", 0.0), ("*.team-*.nbi", 0.5), ("*.team-*.nbc", 0.0), ("*.team-*.nbc", 0.9)):
+        files = list(tmp_path.rglob(pattern))
+        assert files
+        for file in files:
+            file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
+        assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == NOTICE, (pattern, part)
+        assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == "", (pattern, part)
+    for file in tmp_path.rglob("*.nb?"):  # those of the kernel too
+        file.write_bytes(file.read_bytes()[:100])
+    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == NOTICE
+
+
+def test_the_cache_looks_at_every_file(tmp_path: Path) -> None:
+    """A kernel contains the numbers of ``layout``, a file that Numba's own key does not know of."""
+    code = """
+        from lowtide.kernels import cpu, layout
+        class Other:
+            get_data = staticmethod(lambda path: b'other numbers')
+        layout.__loader__ = Other if {other} else layout.__loader__
+        cpu.compile('unpack_uints')
+    """
+    for other, notice in ((False, NOTICE), (False, ""), (True, NOTICE), (True, ""), (False, "")):
+        assert run(code.format(other=other), NUMBA_CACHE_DIR=str(tmp_path)).stderr == notice
 
 
 def test_no_place_for_a_cache() -> None:

@@ -32,7 +32,7 @@ LAYERS = [
     *["graph.rules", "graph.twins", "graph.derive", "graph.capture"],
     *["codecs.projection", "codecs.sixsigma", "codecs.casts", "codecs.blocks", "codecs.groups"],
     *["codecs.lossless", "codecs.base"],
-    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.reference"],
+    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.layout", "kernels.reference"],
 ]
 PLACE = {name: i for i, name in enumerate(LAYERS)}
 FILES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}

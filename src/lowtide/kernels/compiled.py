@@ -1,12 +1,12 @@
 """Every kernel again, written for Numba: the bytes of ``reference``, at the speed of memory.
 
-All compiled code is in this one file, because Numba's cache of a kernel looks at the file that holds it and at no
-other. ``cpu`` compiles and launches what is here.
+``layout`` declares what a kernel is given, and ``cpu`` compiles and launches what is here. Numba's cache of a kernel
+looks only at the file that holds it, so ``cpu`` adds a digest of both files to the key of the cache.
 
 How it is built
-    A kernel is a C function ``(parameters, scratch, first, last)``: the address of an array of 64-bit
-    integers (addresses, sizes, options), private memory, and the range of items to work on. One shape for
-    all kernels means one way to launch them, no signature per dtype, and no cost per argument.
+    A kernel is a C function ``(parameters, scratch, first, last)``: the address of its record of parameters,
+    private memory, and the range of items to work on. One signature for all kernels means one way to launch
+    them, whatever the dtype, and no cost per argument.
     16-bit floats are widened into scratch that stays in L1, so the arithmetic is compiled once, for float32.
     No fast-math flag anywhere: minima and maxima run on integers ordered like the floats they stand for, so
     loops vectorize, NaN shows up as an extreme, and nothing depends on what a compiler assumes.
@@ -21,6 +21,9 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from . import layout
+from .layout import BATCH, BFLOAT16, BOOL, E4M3, E5M2, FLOAT16, FLOAT32, TILE, Coding, Slabs
+
 # Some versions of Numba are typed and some are not; and no types describe code that Numba compiles.
 numba: Any = import_module("numba")
 types: Any = numba.types
@@ -30,8 +33,6 @@ ir: Any = import_module("llvmlite.ir")
 F = TypeVar("F", bound=Callable[..., Any])
 
 USUAL = 256  # values of a group for which loops of known length are compiled
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-E4M3, E5M2 = 0, 1
 
 U8, U16, U32, I32, U64, F32 = np.uint8, np.uint16, np.uint32, np.int32, np.uint64, np.float32
 _GOLDEN, _DITHER = np.uint32(0x9E3779B9), np.uint32(0x5BD1E995)
@@ -63,6 +64,35 @@ def _pointer(typing: Any, address: Any, dtype: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(dtype.dtype)(types.int64, dtype), generate
+
+
+@_intrinsic
+def _read(typing: Any, address: Any, record: Any) -> Any:
+    """The record of ``layout`` at an address."""
+    fields = record.instance_class._fields
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        words = builder.inttoptr(arguments[0], word.as_pointer())
+        values = [builder.load(builder.gep(words, [ir.Constant(word, i)])) for i in range(len(fields))]
+        return context.make_tuple(builder, signature.return_type, values)
+
+    return types.NamedUniTuple(types.int64, len(fields), record.instance_class)(types.int64, record), generate
+
+
+@_intrinsic
+def _write(typing: Any, address: Any, record: Any) -> Any:
+    """Puts a record at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, record = arguments
+        word = ir.IntType(64)
+        words = builder.inttoptr(address, word.as_pointer())
+        for i in range(signature.args[1].count):
+            builder.store(builder.extract_value(record, i), builder.gep(words, [ir.Constant(word, i)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, record), generate
 
 
 @_intrinsic
@@ -346,12 +376,6 @@ def _warp(values: int, n: int, top: int, table: int, low: Any, inverse: Any, out
 
 
 @_inline
-def _spare(groups: int, group: int) -> int:
-    """Bytes of scratch in which groups are encoded: two words for each, then codes and warped values of one."""
-    return 8 * groups + ((group + 63) & ~63) + ((4 * group + 63) & ~63)
-
-
-@_inline
 def _four(v: Any, j: int, lane: int, low: Any, inverse: Any, h: Any, base: Any, bits: int) -> tuple[Any, Any, Any, Any]:
     """The sums of the four values that share a hash; with ``bits`` known to the compiler a shift each."""
     w, place, mask = _mix(h), U32(15 - bits), U32(0xFF << (15 - bits))
@@ -401,12 +425,13 @@ def _fill_bytes(v: Any, p: Any, lane: int, full: int, low: Any, inverse: Any, h:
 
 
 @_plain
-def _fill(values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, codes: int, side: int, spare: int) -> None:
+def _fill(
+    values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, codes: int, side: int, spare: int, warped: int
+) -> None:
     """The codes of a group whose side words are known."""
     v, p = _pointer(values, types.float32), _pointer(codes, types.uint8)
     low = _float(U32(_pointer(side, types.uint16)[0]) << 16)
     if levels:
-        warped = spare + ((n + 63) & ~63)
         _warp(values, n, (1 << bits) - 1, levels, low, inverse, warped)
         v, low, inverse = _pointer(warped, types.float32), _ZERO, _ONE
     dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
@@ -531,32 +556,35 @@ def _group_at(position: int, row: int, group: int) -> int:
 
 
 @_plain
-def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: int, ahead: int) -> None:
-    """Groups whose values lie one after another; ``source`` says which values count if positive.
+def _encode(
+    c: Coding, key: tuple[int, int], values: int, source: int, first: int, last: int, scratch: int, ahead: int
+) -> None:
+    """Groups whose values lie one after another; ``source``, if there is one, says by its signs which values count.
 
     All ranges first: they are independent, so the latency of one hides behind the next.
     """
-    codes, side, row, group, positive, key, key_high = p[2], p[3], p[4], p[5], p[7], p[8], p[9]
-    bits, levels = p[6] & 15, p[6] & ~15  # the table of levels, if there is one, is aligned
+    codes, side, row, group, bits, levels = c
+    key_low, key_high = key
     full, rest = row // group, row % group
     size, last_size = _size(group, bits), _size(rest, bits)
     per_row = full + (1 if rest else 0)
     codes += first // per_row * (full * size + last_size) + first % per_row * size
     groups = last - first
-    spare = scratch + 8 * groups
-    low, high = _pointer(scratch, types.int32), _pointer(scratch + 4 * groups, types.int32)
+    room = layout.encode_scratch(groups, group)
+    ends, spare, warped = scratch + room.ends, scratch + room.codes, scratch + room.warped
+    low, high = _pointer(ends, types.int32), _pointer(ends + 4 * groups, types.int32)
     at, column = 0, first % per_row
     for g in range(groups):
         n = rest if column == full else group
         for i in range(0, 4 * n if ahead else 0, 128):
             _prefetch(ahead + 4 * at + i)
-        if positive:
+        if source:
             low[g], high[g] = _positive_range(values + 4 * at, source + 4 * at, n)
         else:
             low[g], high[g] = _range(values + 4 * at, n)
         at, column = at + n, 0 if column + 1 == per_row else column + 1
-    _fit(groups, bits, scratch, side + 4 * first)
-    inverses, extents = _pointer(scratch, types.float32), _pointer(scratch + 4 * groups, types.float32)
+    _fit(groups, bits, ends, side + 4 * first)
+    inverses, extents = _pointer(ends, types.float32), _pointer(ends + 4 * groups, types.float32)
     at, column, top = 0, first % per_row, F32((1 << bits) - 1)
     for g in range(groups):
         n, bytes_ = (rest, last_size) if column == full else (group, size)
@@ -566,13 +594,13 @@ def _encode(p: Any, values: int, source: int, first: int, last: int, scratch: in
         if inverse > _ZERO:
             while extents[g] * inverse > top:
                 inverse = _float(_bits(inverse, U32) - U32(1))
-            h = _mix(U32(_mix(U32(first + g + key)) ^ U32(key_high)))
-            _fill(values + 4 * at, n, bits, levels, h, inverse, codes, side + 4 * (first + g), spare)
+            h = _mix(U32(_mix(U32(first + g + key_low)) ^ U32(key_high)))
+            _fill(values + 4 * at, n, bits, levels, h, inverse, codes, side + 4 * (first + g), spare, warped)
         else:
-            c = _pointer(codes, types.uint8)
+            b = _pointer(codes, types.uint8)
             for j in range(bytes_):
-                c[j] = U8(0)
-            c[0] = U8(_bits(extents[g], U32))
+                b[j] = U8(0)
+            b[0] = U8(_bits(extents[g], U32))
         at, codes, column = at + n, codes + bytes_, 0 if column + 1 == per_row else column + 1
 
 
@@ -628,9 +656,9 @@ def _decode_two(c: Any, v: Any, lane: int, low: Any, step: Any) -> None:
 
 
 @_plain
-def _decode(p: Any, values: int, first: int, last: int) -> None:
+def _decode(coding: Coding, values: int, first: int, last: int) -> None:
     """Groups one after another into float32 values."""
-    codes, side, row, group, bits, levels = p[2], p[3], p[4], p[5], p[6] & 15, p[6] & ~15
+    codes, side, row, group, bits, levels = coding
     full, rest = row // group, row % group
     size, last_size, mask = _size(group, bits), _size(rest, bits), U32((1 << bits) - 1)
     planes = bits & (bits - 1) != 0
@@ -703,10 +731,7 @@ def _copy_run(source: int, target: int, n: int, support: int, first: int) -> Non
         t[e] = s[e] & U32(-((m[(first + e) >> 3] >> ((first + e) & 7)) & 1))
 
 
-# ---------------------------------------------------------------- one slab: up to ``block`` lines
-#
-# Blocks cut a tensor (outer, s1, s2, s3, inner) along its first long dimension into slabs that are contiguous,
-# as are their means. A line is what that dimension steps over: ``rows`` rows of ``width`` positions of ``inner``.
+# ---------------------------------------------------------------- one slab: see ``layout.Slabs``
 
 
 def _each_row(builder: Any, lines: Any, line: Any, rows: Any, row: Any) -> Iterator[Any]:
@@ -953,7 +978,8 @@ def _split(x: int, n: int, line: int, depth: int, width: int, low: int, residual
     ``n`` are read, and as many beyond their differences overwritten.
     """
     full, wide, stride = width >> 3, width & 7, 4 * width
-    sums, counts, means = scratch, scratch + 32 * most, scratch + 36 * most
+    room = layout.split_scratch(most)
+    sums, counts, means = scratch + room.sums, scratch + room.counts, scratch + room.means
     s, c, m = _pointer(sums, types.float32), _pointer(counts, types.float32), _pointer(means, types.float32)
     at, first, end, blocks = x, line, x + 4 * n, 0
     while at < end:
@@ -1017,9 +1043,9 @@ def _merge(residual: int, n: int, line: int, depth: int, width: int, low: int, t
 
 
 @_plain
-def _deep_means(x: int, lines: int, shape: Any, sums: int, means: int) -> None:
+def _deep_means(x: int, lines: int, slabs: Slabs, sums: int, means: int) -> None:
     """The means of a slab whose innermost values belong to different blocks."""
-    rows, width, inner, block, _ = shape
+    _, rows, width, inner, block, _, _ = slabs
     v, s, m = _pointer(x, types.float32), _pointer(sums, types.float32), _pointer(means, types.float32)
     length, at = width * inner, 0
     for first in range(0, rows, block):
@@ -1044,8 +1070,8 @@ def _deep_means(x: int, lines: int, shape: Any, sums: int, means: int) -> None:
 
 
 @_plain
-def _deep_add(x: int, lines: int, shape: Any, means: int, target: int) -> None:
-    rows, width, inner, block, blocks = shape
+def _deep_add(x: int, lines: int, slabs: Slabs, means: int, target: int) -> None:
+    _, rows, width, inner, block, blocks, _ = slabs
     v, t, m = _pointer(x, types.float32), _pointer(target, types.float32), _pointer(means, types.float32)
     for i in range(lines):
         for r in range(rows):
@@ -1056,10 +1082,10 @@ def _deep_add(x: int, lines: int, shape: Any, means: int, target: int) -> None:
 
 
 @_plain
-def _slab_means(x: int, lines: int, shape: Any, sums: int, means: int) -> None:
-    rows, width, inner, block, blocks = shape
+def _slab_means(x: int, lines: int, slabs: Slabs, sums: int, means: int) -> None:
+    _, rows, width, inner, block, blocks, _ = slabs
     if inner > 1:
-        _deep_means(x, lines, shape, sums, means)
+        _deep_means(x, lines, slabs, sums, means)
         return
     m = _pointer(means, types.float32)
     # A line of one row steps as a row does.
@@ -1075,11 +1101,11 @@ def _slab_means(x: int, lines: int, shape: Any, sums: int, means: int) -> None:
 
 
 @_plain
-def _slab_add(x: int, lines: int, shape: Any, means: int, target: int) -> None:
+def _slab_add(x: int, lines: int, slabs: Slabs, means: int, target: int) -> None:
     """Each value of a slab plus its mean."""
-    rows, width, inner, block, blocks = shape
+    _, rows, width, inner, block, blocks, _ = slabs
     if inner > 1:
-        _deep_add(x, lines, shape, means, target)
+        _deep_add(x, lines, slabs, means, target)
         return
     if block == 2 or block == 4:
         for i in range(lines * rows):
@@ -1105,9 +1131,6 @@ def _slab_add(x: int, lines: int, shape: Any, means: int, target: int) -> None:
 # ---------------------------------------------------------------- kernels
 
 
-BATCH = 2048  # values worked on at once where several groups or slabs fit: they stay in L1
-
-
 KERNELS: dict[str, Callable[[int, int, int, int], None]] = {}
 
 
@@ -1118,72 +1141,72 @@ def _kernel(function: F) -> F:
 
 @_kernel
 def _kernel_quantize_groups(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    x, kind, row, group, mask = p[0], p[1], p[4], p[5], p[7]
-    step = max(1, BATCH // group)
-    wide = scratch + _spare(step, group)
+    p = _read(parameters, layout.QuantizeGroups)
+    coding, key = Coding(p.codes, p.side, p.row, p.group, p.bits, p.levels), (p.key_low, p.key_high)
+    step, room = layout.groups_at_once(p.group), layout.quantize_groups_scratch(p.group)
     for g in range(first, last, step):
         stop = min(g + step, last)
-        start = _start(g, row, group)
-        values, n = x + 4 * start, _start(stop, row, group) - start
-        if kind != FLOAT32:
-            values = wide
-            _widen_run(x + 2 * start, wide, n, kind)
-        if mask > 1:
-            _mark(values, n, mask + (start >> 3))
-        _encode(p, values, values, g, stop, scratch, values + 4 * n if kind == FLOAT32 else 0)
+        start = _start(g, p.row, p.group)
+        values, n = p.x + 4 * start, _start(stop, p.row, p.group) - start
+        if p.kind != FLOAT32:
+            values = scratch + room.wide
+            _widen_run(p.x + 2 * start, values, n, p.kind)
+        if p.mask:
+            _mark(values, n, p.mask + (start >> 3))
+        source, ahead = values if p.positive else 0, values + 4 * n if p.kind == FLOAT32 else 0
+        _encode(coding, key, values, source, g, stop, scratch + room.encode, ahead)
 
 
 @_kernel
 def _kernel_dequantize_groups(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    out, kind, row, group, support = p[0], p[1], p[4], p[5], p[7]
-    step = max(1, BATCH // group)
+    p = _read(parameters, layout.DequantizeGroups)
+    coding = Coding(p.codes, p.side, p.row, p.group, p.bits, p.levels)
+    step, wide = layout.groups_at_once(p.group), scratch + layout.dequantize_groups_scratch(p.group).wide
     for g in range(first, last, step):
         stop = min(g + step, last)
-        start = _start(g, row, group)
-        n = _start(stop, row, group) - start
-        values = out + 4 * start if kind == FLOAT32 else scratch
-        _decode(p, values, g, stop)
-        if support:
-            _copy_run(values, values, n, support, start)
-        if kind != FLOAT32:
-            _narrow_run(scratch, out + 2 * start, n, kind)
+        start = _start(g, p.row, p.group)
+        n = _start(stop, p.row, p.group) - start
+        values = p.out + 4 * start if p.kind == FLOAT32 else wide
+        _decode(coding, values, g, stop)
+        if p.support:
+            _copy_run(values, values, n, p.support, start)
+        if p.kind != FLOAT32:
+            _narrow_run(wide, p.out + 2 * start, n, p.kind)
 
 
 @_kernel
 def _kernel_cast_groups(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    x, kind, out, kind8, row, group, shared = p[0], p[1], p[2], p[3], p[4], p[5], p[7]
-    scales, one = _pointer(p[6], types.uint16), _pointer(p[6], types.float32)
+    p = _read(parameters, layout.CastGroups)
+    scales, one = _pointer(p.scales, types.uint16), _pointer(p.scales, types.float32)
+    wide = scratch + layout.one_group_scratch(p.group).wide
     for g in range(first, last):
-        start = _start(g, row, group)
-        n = _start(g + 1, row, group) - start
-        values = x + 4 * start
-        if kind != FLOAT32:
-            values = scratch
-            _widen_run(x + 2 * start, scratch, n, kind)
-        if shared:
+        start = _start(g, p.row, p.group)
+        n = _start(g + 1, p.row, p.group) - start
+        values = p.x + 4 * start
+        if p.kind != FLOAT32:
+            values = wide
+            _widen_run(p.x + 2 * start, wide, n, p.kind)
+        if p.shared:
             scale = one[0]
         else:
-            word = _group_scale(values, n, kind8)
+            word = _group_scale(values, n, p.kind8)
             scales[g] = U16(word)
             scale = _float(U32(word << 16))
-        _cast_run(values, n, scale, out + start, kind8)
+        _cast_run(values, n, scale, p.out + start, p.kind8)
 
 
 @_kernel
 def _kernel_uncast_groups(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    codes, kind8, out, kind, row, group, shared = p[0], p[1], p[2], p[3], p[4], p[5], p[7]
-    scales, one = _pointer(p[6], types.uint16), _pointer(p[6], types.float32)
+    p = _read(parameters, layout.UncastGroups)
+    scales, one = _pointer(p.scales, types.uint16), _pointer(p.scales, types.float32)
+    wide = scratch + layout.one_group_scratch(p.group).wide
     for g in range(first, last):
-        start = _start(g, row, group)
-        n = _start(g + 1, row, group) - start
-        scale = one[0] if shared else _float(U32(scales[g]) << 16)
-        _uncast_run(codes + start, n, scale, out + 4 * start if kind == FLOAT32 else scratch, kind8)
-        if kind != FLOAT32:
-            _narrow_run(scratch, out + 2 * start, n, kind)
+        start = _start(g, p.row, p.group)
+        n = _start(g + 1, p.row, p.group) - start
+        scale = one[0] if p.shared else _float(U32(scales[g]) << 16)
+        _uncast_run(p.codes + start, n, scale, p.out + 4 * start if p.kind == FLOAT32 else wide, p.kind8)
+        if p.kind != FLOAT32:
+            _narrow_run(wide, p.out + 2 * start, n, p.kind)
 
 
 @_inline
@@ -1193,76 +1216,71 @@ def _row_size(row: int, group: int, bits: int) -> int:
 
 
 @_inline
-def _enter_sample(p: Any, own: Any, bits: Any, n: int, codes: int) -> None:
-    """Parameters for the rows of sample ``n`` alone, whose codes begin at ``codes``."""
-    own[6] = np.int64(bits[n])
-    own[2] = codes - n * _row_size(p[4], p[5], own[6])  # from where rows of this size would have begun
+def _sample_coding(codes: int, side: int, row: int, group: int, bits: int, n: int) -> Coding:
+    """For sample ``n``, whose codes begin at ``codes``: they are told where they would if all had its bits."""
+    return Coding(codes - n * _row_size(row, group, bits), side, row, group, bits, 0)
 
 
 @_kernel
 def _kernel_quantize_samples(parameters: int, scratch: int, first: int, last: int) -> None:
-    p, own = _pointer(parameters, types.int64), _pointer(scratch, types.int64)
-    x, kind, row, group, mask, bits = p[0], p[1], p[4], p[5], p[7], _pointer(p[10], types.uint8)
-    for i in range(10):
-        own[i] = p[i]
-    spare = scratch + 128
-    per_row, step = (row + group - 1) // group, max(1, BATCH // group)
-    wide = spare + _spare(step, group)
-    n, codes, g = 0, p[2], first
+    p = _read(parameters, layout.QuantizeSamples)
+    row, group, key, widths = p.row, p.group, (p.key_low, p.key_high), _pointer(p.widths, types.uint8)
+    per_row, step = (row + group - 1) // group, layout.groups_at_once(group)
+    room = layout.quantize_groups_scratch(group)
+    n, codes, g = 0, p.codes, first
     while g < last:
         while n < g // per_row:
-            n, codes = n + 1, codes + _row_size(row, group, np.int64(bits[n]))
-        _enter_sample(p, own, bits, n, codes)
+            n, codes = n + 1, codes + _row_size(row, group, np.int64(widths[n]))
+        coding = _sample_coding(codes, p.side, row, group, np.int64(widths[n]), n)
         stop = min(g + step, last, (n + 1) * per_row)
         start = _start(g, row, group)
-        values, count = x + 4 * start, _start(stop, row, group) - start
-        if kind != FLOAT32:
-            values = wide
-            _widen_run(x + 2 * start, wide, count, kind)
-        if mask > 1:
-            _mark(values, count, mask + (start >> 3))
-        _encode(own, values, values, g, stop, spare, values + 4 * count if kind == FLOAT32 else 0)
+        values, count = p.x + 4 * start, _start(stop, row, group) - start
+        if p.kind != FLOAT32:
+            values = scratch + room.wide
+            _widen_run(p.x + 2 * start, values, count, p.kind)
+        if p.mask:
+            _mark(values, count, p.mask + (start >> 3))
+        source, ahead = values if p.positive else 0, values + 4 * count if p.kind == FLOAT32 else 0
+        _encode(coding, key, values, source, g, stop, scratch + room.encode, ahead)
         g = stop
 
 
 @_kernel
 def _kernel_dequantize_samples(parameters: int, scratch: int, first: int, last: int) -> None:
-    p, own = _pointer(parameters, types.int64), _pointer(scratch, types.int64)
-    out, kind, row, group, support, bits = p[0], p[1], p[4], p[5], p[7], _pointer(p[8], types.uint8)
-    for i in range(7):
-        own[i] = p[i]
-    wide = scratch + 128
-    per_row, step = (row + group - 1) // group, max(1, BATCH // group)
-    n, codes, g = 0, p[2], first
+    p = _read(parameters, layout.DequantizeSamples)
+    row, group, widths = p.row, p.group, _pointer(p.widths, types.uint8)
+    wide = scratch + layout.dequantize_groups_scratch(group).wide
+    per_row, step = (row + group - 1) // group, layout.groups_at_once(group)
+    n, codes, g = 0, p.codes, first
     while g < last:
         while n < g // per_row:
-            n, codes = n + 1, codes + _row_size(row, group, np.int64(bits[n]))
-        _enter_sample(p, own, bits, n, codes)
+            n, codes = n + 1, codes + _row_size(row, group, np.int64(widths[n]))
+        coding = _sample_coding(codes, p.side, row, group, np.int64(widths[n]), n)
         stop = min(g + step, last, (n + 1) * per_row)
         start = _start(g, row, group)
         count = _start(stop, row, group) - start
-        values = out + 4 * start if kind == FLOAT32 else wide
-        _decode(own, values, g, stop)
-        if support:
-            _copy_run(values, values, count, support, start)
-        if kind != FLOAT32:
-            _narrow_run(wide, out + 2 * start, count, kind)
+        values = p.out + 4 * start if p.kind == FLOAT32 else wide
+        _decode(coding, values, g, stop)
+        if p.support:
+            _copy_run(values, values, count, p.support, start)
+        if p.kind != FLOAT32:
+            _narrow_run(wide, p.out + 2 * start, count, p.kind)
         g = stop
 
 
 @_kernel
 def _kernel_range_energy(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    x, kind, out, row, group, positive = p[0], p[1], _pointer(p[2], types.float32), p[3], p[4], p[5]
+    p = _read(parameters, layout.RangeEnergy)
+    out, row, wide = _pointer(p.out, types.float32), p.row, scratch + layout.one_group_scratch(p.group).wide
     for r in range(first, last):
         total = _ZERO
-        for start in range(r * row, (r + 1) * row, group):
-            n = min(group, (r + 1) * row - start)
-            values = x + 4 * start
-            if kind != FLOAT32:
-                values = scratch
-                _widen_run(x + 2 * start, scratch, n, kind)
-            least, most = _positive_range(values, values, n) if positive else _range(values, n)
+        for start in range(r * row, (r + 1) * row, p.group):
+            n = min(p.group, (r + 1) * row - start)
+            values = p.x + 4 * start
+            if p.kind != FLOAT32:
+                values = wide
+                _widen_run(p.x + 2 * start, wide, n, p.kind)
+            least, most = _positive_range(values, values, n) if p.positive else _range(values, n)
             if least > most:
                 continue
             finite = most < 0x7F800000 and least >= -0x7F800000
@@ -1282,107 +1300,104 @@ def _batch(start: int, line: int, end: int, depth: int, block: int, length: int)
 
 
 @_plain
-def _split_any(x: int, n: int, line: int, depth: int, shape: Any, scratch: int, low: int, residual: int) -> None:
+def _split_any(x: int, n: int, line: int, slabs: Slabs, scratch: int, low: int, residual: int) -> None:
     """Means and the differences to them, for blocks of any size and shape."""
-    rows, width, inner, block, blocks = shape
-    length, per_slab = rows * width * inner, -(-rows // block) * blocks * inner
-    means = scratch + 4 * width * inner
+    depth, rows, width, inner, block, _, per_slab = slabs
+    length, room = rows * width * inner, layout.means_scratch(slabs)
+    sums, means = scratch + room.sums, scratch + room.means
     m = _pointer(means, types.float32)
     end = x + 4 * n
     while x < end:
         lines = min(block, depth - line)
-        _slab_means(x, lines, shape, scratch, means)
+        _slab_means(x, lines, slabs, sums, means)
         _narrow_run(means, low, per_slab, BFLOAT16)
         for c in range(per_slab):
             m[c] = -_widen(_narrow(m[c], BFLOAT16), BFLOAT16)
-        _slab_add(x, lines, shape, means, residual)
+        _slab_add(x, lines, slabs, means, residual)
         x, residual = x + 4 * lines * length, residual + 4 * lines * length
         low, line = low + 2 * per_slab, _next(line, lines, depth)
 
 
 @_plain
-def _merge_any(residual: int, n: int, line: int, depth: int, shape: Any, means: int, low: int, target: int) -> None:
-    rows, width, inner, block, blocks = shape
-    length, per_slab = rows * width * inner, -(-rows // block) * blocks * inner
+def _merge_any(residual: int, n: int, line: int, slabs: Slabs, means: int, low: int, target: int) -> None:
+    depth, rows, width, inner, block, _, per_slab = slabs
+    length = rows * width * inner
     end = residual + 4 * n
     while residual < end:
         lines = min(block, depth - line)
         _widen_run(low, means, per_slab, BFLOAT16)
-        _slab_add(residual, lines, shape, means, target)
+        _slab_add(residual, lines, slabs, means, target)
         residual, target = residual + 4 * lines * length, target + 4 * lines * length
         low, line = low + 2 * per_slab, _next(line, lines, depth)
 
 
 @_kernel
 def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    x, kind, row, group, mask = p[0], p[1], p[4], p[5], p[7]
-    low, depth, shape, per_slab = p[10], p[11], (p[12], p[13], p[14], p[15], p[16]), p[17]
-    length, block, slabs = p[12] * p[13] * p[14], p[15], -(-depth // p[15])
-    even = p[12] == 1 and p[14] == 1 and block == 8
-    # Scratch: what groups need, sums and means, widened slabs, widened source, the rest of a group, differences.
-    room = BATCH + block * length
-    sums = scratch + _spare(room + group, group)
-    slab = sums + 4 * (length + per_slab) + 40 * p[19]
-    wide = slab + 4 * (room + 8)
-    fresh = (wide + 4 * (room + group) + 4 * group + 63) & ~63
+    p = _read(parameters, layout.QuantizeBlocks)
+    x, kind, row, group, depth, block = p.x, p.kind, p.row, p.group, p.depth, p.block
+    coding, key = Coding(p.codes, p.side, row, group, p.bits, p.levels), (p.key_low, p.key_high)
+    slabs = Slabs(depth, p.rows, p.width, p.inner, block, p.blocks, p.per_slab)
+    length, in_map = p.rows * p.width * p.inner, -(-depth // block)
+    even = p.rows == 1 and p.inner == 1 and block == 8
+    room = layout.quantize_blocks_scratch(group, slabs, p.most)
+    sums, slab, wide, fresh = scratch + room.sums, scratch + room.slab, scratch + room.wide, scratch + room.fresh
     begin, end = _start(first, row, group), _start(last, row, group)
-    at = begin // (depth * length) * slabs + begin % (depth * length) // (block * length)
-    line = at % slabs * block
-    start = (at // slabs * depth + line) * length
+    at = begin // (depth * length) * in_map + begin % (depth * length) // (block * length)
+    line = at % in_map * block
+    start = (at // in_map * depth + line) * length
     g, left, skip = first, 0, begin - start
     while g < last:
         n, count, after = _batch(start, line, end, depth, block, length)
-        source, means = x + 4 * start, low + 2 * at * per_slab
+        source, means = x + 4 * start, p.low + 2 * at * p.per_slab
         if kind != FLOAT32:
             source = slab
             _widen_run(x + 2 * start, slab, n, kind)
-        elif start + n + 8 > p[18]:
+        elif start + n + 8 > p.numel:
             source = slab
             _copy_run(x + 4 * start, slab, n, 0, 0)
         # A slab that the range before began gets its means twice, the same ones.
         if even:
-            _split(source, n, line, depth, length, means, fresh, sums, p[19])
+            _split(source, n, line, depth, length, means, fresh, sums, p.most)
         else:
-            _split_any(source, n, line, depth, shape, sums, means, fresh)
+            _split_any(source, n, line, slabs, sums, means, fresh)
         start, line, at = start + n, after, at + count
         where = start - n - left + skip
         stop = min(last, _group_at(start, row, group))
         now = _start(stop, row, group) - where
-        counts = x + 4 * where
-        if kind != FLOAT32 and mask:
-            counts = wide
+        signs = x + 4 * where if p.positive else 0
+        if kind != FLOAT32 and p.positive:
+            signs = wide
             _widen_run(x + 2 * where, wide, now, kind)
-        if mask > 1:
-            _mark(counts, now, mask + (where >> 3))
+        if p.mask:
+            _mark(signs, now, p.mask + (where >> 3))
         ahead = x + 4 * start if kind == FLOAT32 else 0
-        _encode(p, fresh + 4 * (skip - left), counts, g, stop, scratch, ahead)
+        _encode(coding, key, fresh + 4 * (skip - left), signs, g, stop, scratch + room.encode, ahead)
         g, left, skip = stop, start - where - now, 0
         _copy_run(fresh + 4 * (n - left), fresh - 4 * left, left, 0, 0)  # so that differences always begin on a line
 
 
 @_kernel
 def _kernel_dequantize_blocks(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    out, kind, row, group, support = p[0], p[1], p[4], p[5], p[7]
-    low, depth, shape, per_slab, final = p[8], p[9], (p[10], p[11], p[12], p[13], p[14]), p[15], p[16]
-    length, block, slabs = p[10] * p[11] * p[12], p[13], -(-depth // p[13])
-    even = p[10] == 1 and p[12] == 1 and block == 8
-    # Scratch: means of a slab, merged slabs, the rest of a group, differences.
-    merged = scratch + 4 * per_slab
-    fresh = (merged + 4 * (BATCH + block * length + 8) + 4 * group + 63) & ~63
-    at, line = first, first % slabs * block
-    start = (first // slabs * depth + line) * length
-    end = (last // slabs * depth + last % slabs * block) * length
+    p = _read(parameters, layout.DequantizeBlocks)
+    out, kind, row, group, depth, block, support = p.out, p.kind, p.row, p.group, p.depth, p.block, p.support
+    coding = Coding(p.codes, p.side, row, group, p.bits, p.levels)
+    slabs = Slabs(depth, p.rows, p.width, p.inner, block, p.blocks, p.per_slab)
+    length, in_map = p.rows * p.width * p.inner, -(-depth // block)
+    even = p.rows == 1 and p.inner == 1 and block == 8
+    room = layout.dequantize_blocks_scratch(group, slabs)
+    merged, fresh = scratch + room.merged, scratch + room.fresh
+    at, line = first, first % in_map * block
+    start = (first // in_map * depth + line) * length
+    end = (last // in_map * depth + last % in_map * block) * length
     g = _group_at(start, row, group)
     left, skip = 0, start - _start(g, row, group)
     while at < last:
         n, count, after = _batch(start, line, end, depth, block, length)
-        stop = min(_group_at(start + n - 1, row, group) + 1, final)
-        _decode(p, fresh, g, stop)
+        stop = min(_group_at(start + n - 1, row, group) + 1, p.groups)
+        _decode(coding, fresh, g, stop)
         decoded = _start(stop, row, group) - _start(g, row, group)
         residual = fresh + 4 * (skip - left)
-        g, means = stop, low + 2 * at * per_slab
+        g, means = stop, p.low + 2 * at * p.per_slab
         # Straight to its place, unless that would touch values beyond the range, which another thread writes.
         values = out + 4 * start
         if kind != FLOAT32 or at + count >= last:
@@ -1390,7 +1405,7 @@ def _kernel_dequantize_blocks(parameters: int, scratch: int, first: int, last: i
         if even:
             _merge(residual, n, line, depth, length, means, values)
         else:
-            _merge_any(residual, n, line, depth, shape, scratch, means, values)
+            _merge_any(residual, n, line, slabs, scratch + room.means, means, values)
         if kind != FLOAT32:
             if support:
                 _copy_run(merged, merged, n, support, start)
@@ -1403,55 +1418,53 @@ def _kernel_dequantize_blocks(parameters: int, scratch: int, first: int, last: i
 
 @_kernel
 def _kernel_block_means(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    x, kind, out, out_kind = p[0], p[1], p[2], p[3]
-    depth, shape, per_slab = p[4], (p[5], p[6], p[7], p[8], p[9]), p[10]
-    length, block, slabs = p[5] * p[6] * p[7], p[8], -(-depth // p[8])
-    means = scratch + 4 * p[6] * p[7]
-    slab = means + 4 * per_slab
-    largest = U32(0x7F7F7FFF if out_kind == BFLOAT16 else 0x7F7FFFFF)  # the last that does not become Inf
-    line = first % slabs * block
-    start = (first // slabs * depth + line) * length
+    p = _read(parameters, layout.BlockMeans)
+    slabs = Slabs(p.depth, p.rows, p.width, p.inner, p.block, p.blocks, p.per_slab)
+    length, in_map = p.rows * p.width * p.inner, -(-p.depth // p.block)
+    room = layout.means_scratch(slabs)
+    means = scratch + room.means
+    largest = U32(0x7F7F7FFF if p.out_kind == BFLOAT16 else 0x7F7FFFFF)  # the last that does not become Inf
+    line = first % in_map * p.block
+    start = (first // in_map * p.depth + line) * length
     for at in range(first, last):
-        lines = min(block, depth - line)
-        source = x + 4 * start
-        if kind != FLOAT32:
-            source = slab
-            _widen_run(x + 2 * start, slab, lines * length, kind)
-        if out_kind == FLOAT32:
-            means = out + 4 * at * per_slab
-        _slab_means(source, lines, shape, scratch, means)
+        lines = min(p.block, p.depth - line)
+        source = p.x + 4 * start
+        if p.kind != FLOAT32:
+            source = scratch + room.slab
+            _widen_run(p.x + 2 * start, source, lines * length, p.kind)
+        if p.out_kind == FLOAT32:
+            means = p.out + 4 * at * p.per_slab
+        _slab_means(source, lines, slabs, scratch + room.sums, means)
         m = _pointer(means, types.uint32)
-        for c in range(per_slab):
+        for c in range(p.per_slab):
             m[c] = m[c] if m[c] & U32(0x7FFFFFFF) <= largest else U32(0x7FC00000)
-        if out_kind != FLOAT32:
-            _narrow_run(means, out + 2 * at * per_slab, per_slab, out_kind)
-        start, line = start + lines * length, _next(line, lines, depth)
+        if p.out_kind != FLOAT32:
+            _narrow_run(means, p.out + 2 * at * p.per_slab, p.per_slab, p.out_kind)
+        start, line = start + lines * length, _next(line, lines, p.depth)
 
 
 @_kernel
 def _kernel_spread_blocks(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    low, kind, out, out_kind = p[0], p[1], p[2], p[3]
-    depth, shape, per_slab = p[4], (p[5], p[6], p[7], p[8], p[9]), p[10]
-    length, block, slabs = p[5] * p[6] * p[7], p[8], -(-depth // p[8])
-    nothing = scratch + 4 * per_slab  # -0.0, the value whose sum with any other is that other
-    slab = nothing + 4 * block * length
+    p = _read(parameters, layout.SpreadBlocks)
+    slabs = Slabs(p.depth, p.rows, p.width, p.inner, p.block, p.blocks, p.per_slab)
+    length, in_map = p.rows * p.width * p.inner, -(-p.depth // p.block)
+    room = layout.spread_scratch(slabs)
+    nothing, slab = scratch + room.nothing, scratch + room.slab
     z = _pointer(nothing, types.float32)
-    for c in range(block * length):
+    for c in range(p.block * length):
         z[c] = -_ZERO
     for at in range(first, last):
-        line = at % slabs * block
-        start = (at // slabs * depth + line) * length
-        lines = min(block, depth - line)
-        means = low + 4 * at * per_slab
-        if kind != FLOAT32:
-            means = scratch
-            _widen_run(low + 2 * at * per_slab, scratch, per_slab, kind)
-        to = out + 4 * start if out_kind == FLOAT32 else slab
-        _slab_add(nothing, lines, shape, means, to)
-        if out_kind != FLOAT32:
-            _narrow_run(slab, out + 2 * start, lines * length, out_kind)
+        line = at % in_map * p.block
+        start = (at // in_map * p.depth + line) * length
+        lines = min(p.block, p.depth - line)
+        means = p.low + 4 * at * p.per_slab
+        if p.kind != FLOAT32:
+            means = scratch + room.means
+            _widen_run(p.low + 2 * at * p.per_slab, means, p.per_slab, p.kind)
+        to = p.out + 4 * start if p.out_kind == FLOAT32 else slab
+        _slab_add(nothing, lines, slabs, means, to)
+        if p.out_kind != FLOAT32:
+            _narrow_run(slab, p.out + 2 * start, lines * length, p.out_kind)
 
 
 @_plain
@@ -1464,30 +1477,28 @@ def _pack_flags(flags: int, n: int, out: int) -> None:
 
 @_kernel
 def _kernel_pack_band(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    x, kind, out, numel, low, high, nan = p[0], p[1], p[2], p[3], I32(p[4]), I32(p[5]), p[6] != 0
-    f = _pointer(scratch, types.uint8)
-    for tile in range(first, last):  # of 4096 values
-        n = min(4096, numel - 4096 * tile)
-        source = scratch
-        if kind != FLOAT32:
-            source = scratch + 4096 + 64
-            if kind >= 0:
-                _widen_run(x + 2 * 4096 * tile, source, n, kind)
-        else:
-            source = x + 4 * 4096 * tile
-        if kind < 0:  # bool
-            b = _pointer(x + 4096 * tile, types.uint8)
+    p = _read(parameters, layout.PackBand)
+    low, high, nan, room = I32(p.first), I32(p.last), p.nan != 0, layout.band_scratch()
+    flags, wide = scratch + room.flags, scratch + room.wide
+    f = _pointer(flags, types.uint8)
+    for tile in range(first, last):
+        n = min(TILE, p.numel - TILE * tile)
+        if p.kind == BOOL:
+            b = _pointer(p.x + TILE * tile, types.uint8)
             for i in range(n):
                 f[i] = b[i]
         else:
+            source = p.x + 4 * TILE * tile
+            if p.kind != FLOAT32:
+                source = wide
+                _widen_run(p.x + 2 * TILE * tile, wide, n, p.kind)
             v = _pointer(source, types.float32)
             for i in range(n):
                 o = _order(v[i])
                 f[i] = U8((o >= low and o <= high) or (nan and (o > 0x7F800000 or o < -0x7F800001)))
         for i in range(n, (n + 7) & ~7):
             f[i] = U8(0)
-        _pack_flags(scratch, n, out + 512 * tile)
+        _pack_flags(flags, n, p.out + (TILE >> 3) * tile)
 
 
 @_inline
@@ -1503,11 +1514,11 @@ def _unpack_bits(mask: int, out: Any, first: int, n: int, inside: Any, outside: 
 
 @_kernel
 def _kernel_unpack_band(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    mask, out, item, numel, inside, outside = p[0], p[1], p[2], p[3], p[4], p[5]
-    start = first * 4096
-    n = min(last * 4096, numel) - start
-    mask += start >> 3
+    p = _read(parameters, layout.UnpackBand)
+    out, item, inside, outside = p.out, p.item, p.inside, p.outside
+    start = first * TILE
+    n = min(last * TILE, p.numel) - start
+    mask = p.mask + (start >> 3)
     if item == 1:
         _unpack_bits(mask, _pointer(out, types.uint8), start, n, U8(inside), U8(outside))
     elif item == 2:
@@ -1556,15 +1567,14 @@ def _pack_any(x: Any, out: int, first: int, n: int, offset: int, bits: int) -> N
 
 @_kernel
 def _kernel_pack_uints(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    x, item, out, numel, offset, bits = p[0], p[1], p[2], p[3], p[4], p[5]
-    start = first * 4096
-    n = min(last * 4096, numel) - start
-    out += start * bits >> 3
-    if item == 8:
-        _pack_any(_pointer(x, types.int64), out, start, n, offset, bits)
+    p = _read(parameters, layout.PackUints)
+    start = first * TILE
+    n = min(last * TILE, p.numel) - start
+    out = p.out + (start * p.bits >> 3)
+    if p.item == 8:
+        _pack_any(_pointer(p.x, types.int64), out, start, n, p.offset, p.bits)
     else:
-        _pack_any(_pointer(x, types.int32), out, start, n, offset, bits)
+        _pack_any(_pointer(p.x, types.int32), out, start, n, p.offset, p.bits)
 
 
 @_inline
@@ -1601,15 +1611,14 @@ def _unpack_any(packed: int, out: Any, first: int, n: int, offset: int, bits: in
 
 @_kernel
 def _kernel_unpack_uints(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    packed, out, item, numel, offset, bits = p[0], p[1], p[2], p[3], p[4], p[5]
-    start = first * 4096
-    n = min(last * 4096, numel) - start
-    packed += start * bits >> 3
-    if item == 8:
-        _unpack_any(packed, _pointer(out, types.int64), start, n, offset, bits)
+    p = _read(parameters, layout.UnpackUints)
+    start = first * TILE
+    n = min(last * TILE, p.numel) - start
+    packed = p.packed + (start * p.bits >> 3)
+    if p.item == 8:
+        _unpack_any(packed, _pointer(p.out, types.int64), start, n, p.offset, p.bits)
     else:
-        _unpack_any(packed, _pointer(out, types.int32), start, n, offset, bits)
+        _unpack_any(packed, _pointer(p.out, types.int32), start, n, p.offset, p.bits)
 
 
 @_inline
@@ -1622,13 +1631,13 @@ def _tap(position: int, start: int, size: int, span: int, numbers: Any) -> Any:
 
 @_kernel
 def _kernel_pack_taps(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    x, s, none = _pointer(p[0], types.int64), _pointer(p[1], types.int64), _pointer(p[3], types.int64)
-    numbers, tap = _pointer(p[2], types.int32), _pointer(scratch, types.int32)
-    out, numel, windows, inner, span, size, bits = p[4], p[5], p[6], p[7], p[8], p[9], p[10]
-    for tile in range(first, last):  # of 4096 values
-        begin = 4096 * tile
-        n, wrong, e = min(4096, numel - begin), I32(0), 0
+    p = _read(parameters, layout.PackTaps)
+    x, s, none = _pointer(p.x, types.int64), _pointer(p.starts, types.int64), _pointer(p.none, types.int64)
+    numbers, tap = _pointer(p.numbers, types.int32), _pointer(scratch + layout.taps_scratch().wide, types.int32)
+    windows, inner, span, size = p.windows, p.inner, p.span, p.size
+    for tile in range(first, last):
+        begin = TILE * tile
+        n, wrong, e = min(TILE, p.numel - begin), I32(0), 0
         window, within = begin // inner % windows, begin % inner
         while e < n:
             if inner == 1:
@@ -1647,20 +1656,20 @@ def _kernel_pack_taps(parameters: int, scratch: int, first: int, last: int) -> N
             wrong += I32(tap[e] < 0)
             tap[e] = max(tap[e], I32(0))
         none[tile] = wrong
-        _pack_any(tap, out + (begin * bits >> 3), 0, n, 0, bits)
+        _pack_any(tap, p.out + (begin * p.bits >> 3), 0, n, 0, p.bits)
 
 
 @_kernel
 def _kernel_unpack_taps(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _pointer(parameters, types.int64)
-    packed, out, s, taps = p[0], _pointer(p[1], types.int64), _pointer(p[2], types.int64), _pointer(p[3], types.int64)
-    numel, windows, inner, bits = p[4], p[5], p[6], p[7]
-    tap = _pointer(scratch, types.int32)
-    for tile in range(first, last):  # of 4096 values
-        begin = 4096 * tile
-        n, e = min(4096, numel - begin), 0
+    p = _read(parameters, layout.UnpackTaps)
+    out, s, taps = _pointer(p.out, types.int64), _pointer(p.starts, types.int64), _pointer(p.taps, types.int64)
+    windows, inner = p.windows, p.inner
+    tap = _pointer(scratch + layout.taps_scratch().wide, types.int32)
+    for tile in range(first, last):
+        begin = TILE * tile
+        n, e = min(TILE, p.numel - begin), 0
         window, within = begin // inner % windows, begin % inner
-        _unpack_any(packed + (begin * bits >> 3), tap, 0, n, 0, bits)
+        _unpack_any(p.packed + (begin * p.bits >> 3), tap, 0, n, 0, p.bits)
         while e < n:
             if inner == 1:
                 run = min(n - e, windows - window)
@@ -1693,7 +1702,7 @@ def _call(typing: Any, function: Any, parameters: Any, scratch: Any, first: Any,
 
 
 @_intrinsic
-def _ask(typing: Any, function: Any) -> Any:
+def _thread_number(typing: Any, function: Any) -> Any:
     """Calls the C function ``int f(void)`` at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -1704,10 +1713,39 @@ def _ask(typing: Any, function: Any) -> Any:
     return types.int64(types.int64), generate
 
 
+@_intrinsic
+def _seconds(typing: Any, function: Any) -> Any:
+    """Calls the C function ``double f(void)`` at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.DoubleType(), [])
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [])
+
+    return types.float64(types.int64), generate
+
+
+@_intrinsic
+def _take(typing: Any, address: Any, count: Any) -> Any:
+    """Adds ``count`` to the integer at an address, at one blow for all threads, and returns what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, count = arguments
+        word = builder.inttoptr(address, ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", word, count, "monotonic")
+
+    return types.int64(types.int64, types.int64), generate
+
+
 def team(launch: int) -> None:
-    """What each thread of a team runs: its share of the items, with scratch of its own."""
-    p = _pointer(launch, types.int64)
-    thread, threads = _ask(p[0]), _ask(p[1])
-    function, parameters, scratch, stride, items = p[2], p[3], p[4], p[5], p[6]
-    first, last = items * thread // threads, items * (thread + 1) // threads
-    _call(function, parameters, scratch + thread * stride, first, last)
+    """What each thread of a team runs: it takes items as long as there are any, and has scratch of its own."""
+    p = _read(launch, layout.Launch)
+    thread, begin = _thread_number(p.thread_number), _seconds(p.clock)
+    first, own = _take(p.progress, p.chunk), 0
+    while first < p.items:
+        last = min(first + p.chunk, p.items)
+        _call(p.kernel, p.parameters, p.scratch + thread * p.stride, first, last)
+        own += last - first
+        first = _take(p.progress, p.chunk)
+    if thread == 0:
+        nanoseconds = np.int64(1e9 * (_seconds(p.clock) - begin))
+        _write(p.progress, layout.Progress(first, own, nanoseconds))

@@ -6,11 +6,13 @@ Imported on the first call of an operator, because importing Numba takes a secon
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 import os
 import struct
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -20,13 +22,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from . import reference
+from . import compiled, layout, reference
 from .backends import PROCESS
-from .compiled import BATCH, BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32, KERNELS, team
+from .compiled import KERNELS, team
+from .layout import BATCH, BFLOAT16, BOOL, E4M3, E5M2, FLOAT16, FLOAT32, TILE, Launch, Progress, Slabs
 from .reference import groups_in_row, low_shape, row_bytes
 
 numba: Any = import_module("numba")  # some versions are typed and some are not
+caching: Any = import_module("numba.core.caching")
+ccallback: Any = import_module("numba.core.ccallback")
 event: Any = import_module("numba.core.event")
+sigutils: Any = import_module("numba.core.sigutils")
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 KINDS8 = {getattr(torch, n, None): k for n, k in (("float8_e4m3fn", E4M3), ("float8_e5m2", E5M2))}
@@ -45,9 +51,9 @@ class _OpenMP:
             try:
                 library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # only if torch has loaded it
                 self.parallel = library.GOMP_parallel
-                self.asks = tuple(
+                self.thread_number, self.clock = (
                     cast(int, ctypes.cast(function, ctypes.c_void_p).value)
-                    for function in (library.omp_get_thread_num, library.omp_get_num_threads)
+                    for function in (library.omp_get_thread_num, library.omp_get_wtime)
                 )
             except (OSError, AttributeError):
                 continue
@@ -56,8 +62,50 @@ class _OpenMP:
             return
 
 
-_SMALL = 1 << 16  # values; below, starting threads costs more than they save
-_SERIES = "void(int64, int64, int64, int64)"
+_SERIES, _WORD = "void(int64, int64, int64, int64)", "void(int64)"
+
+
+def _sources() -> str:
+    """A digest of the files whose code and numbers a compiled kernel contains."""
+    digest = hashlib.sha256()
+    for module in (layout, compiled):
+        loader: Any = module.__loader__
+        digest.update(loader.get_data(module.__file__))
+    return digest.hexdigest()
+
+
+class _Cache(caching.FunctionCache):  # type: ignore[misc]
+    """Numba's cache of a function, which looks at every file the function is made of, and whose files may be broken."""
+
+    def _index_key(self, *arguments: Any) -> Any:
+        return (*super()._index_key(*arguments), _sources())
+
+    def load_overload(self, *arguments: Any) -> Any:
+        try:
+            return super().load_overload(*arguments)
+        except Exception:  # pickle raises almost anything when a file ends early
+            self.flush()  # so that compiling again fills it again
+            return None
+
+
+class _Function(ccallback.CFunc):  # type: ignore[misc]
+    """A C function made by Numba, in the cache above if there is a place for it."""
+
+    def enable_caching(self) -> None:
+        try:
+            self._cache = _Cache(self._pyfunc)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+
+    def compile(self) -> None:
+        try:
+            super().compile()
+        except OSError:  # the place of the cache cannot be read or written
+            self._cache = caching.NullCache()
+            super().compile()
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        self.call = kind(self.address)
 
 
 class _Compiled:
@@ -76,25 +124,22 @@ class _Compiled:
     def kernel(self, name: str) -> Any:
         with self.compiling:
             if name not in self.kernels:
-                options = {"error_model": "numpy"}
-                self.kernels[name] = self.build(lambda **o: numba.cfunc(_SERIES, **o, **options)(KERNELS[name]))
+                self.kernels[name] = self.build(KERNELS[name], _SERIES, error_model="numpy")
             return self.kernels[name]
 
     def team(self) -> Any:
         with self.compiling:
             if "_team" not in self.kernels:
-                self.kernels["_team"] = self.build(lambda **o: numba.cfunc("void(int64)", **o)(team))
+                self.kernels["_team"] = self.build(team, _WORD)
             return self.kernels["_team"]
 
-    def build(self, compile: Callable[..., Any]) -> Any:
+    def build(self, function: Callable[..., Any], signature: str, **options: str) -> Any:
         notice = type("Notice", (event.Listener,), {"on_start": self.announce, "on_end": lambda *_: None})
+        made = _Function(function, sigutils.normalize_signature(signature), locals={}, options=options)
         with event.install_listener("numba:run_pass", notice()):
-            try:
-                return compile(cache=True)
-            except RuntimeError as error:
-                if "cannot cache" not in str(error):
-                    raise
-                return compile()  # no writable place for the cache
+            made.enable_caching()
+            made.compile()
+        return made
 
     def announce(self, *_: Any) -> None:
         """Called at each pass of the compiler; not called when the cache serves."""
@@ -113,26 +158,86 @@ def compile(name: str) -> None:
     if numba.config.DISABLE_JIT:
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
     _compiled.kernel(name)
+    _compiled.team()
 
 
-def _run(name: str, items: int, work: int, scratch: int, *parameters: int) -> None:
-    """Runs a kernel over ``items``, in as many threads as torch would use."""
-    c = _compiled
-    function = c.kernels.get(name) or c.kernel(name)
-    words = array("q", parameters)
-    address = words.buffer_info()[0]
+_SMALL = 1 << 18  # values; one thread takes less than 0.1 ms for fewer, and a second one gains little
+_GRAIN = 1 << 16  # values that a thread of a team takes at once
+_LATE = 1_000_000  # nanoseconds that no thread waits for another unless cores are busy
+_PAUSE, _LONGEST_PAUSE = 8, 512  # calls in one thread after a team that was late
+
+
+class _Teams:
+    """Runs kernels in teams of threads, as long as that is faster than one thread.
+
+    The end of a team is a barrier of OpenMP: the calling thread waits for every other, even for one that has found
+    nothing left to do, and it spins for up to 15 ms first. On cores that other processes keep busy the threads it
+    waits for may not run at all until then. So threads take small chunks, whoever comes first; and after a team in
+    which the calling thread waited longer than the others saved it, the next calls run in one thread: the more of
+    them, the more such teams there were in a row.
+    """
+
+    def __init__(self) -> None:
+        self.alone, self.pause = 0, _PAUSE
+
+    def pays(self) -> bool:
+        """Is it time for a team?"""
+        self.alone -= 1
+        return self.alone < 0
+
+    def run(self, function: Any, items: int, chunk: int, threads: int, scratch: int, record: tuple[int, ...]) -> None:
+        """Runs a kernel over ``items`` in ``threads`` threads."""
+        c = _compiled
+        stride = layout.aligned(scratch) + layout.LINE  # so that no two threads write to one line
+        memory = torch.empty(threads * stride, dtype=torch.uint8)
+        parameters, progress = array("q", record), array("q", Progress(0, 0, 0))
+        launch = array(
+            "q",
+            Launch(
+                thread_number=c.openmp.thread_number,
+                clock=c.openmp.clock,
+                kernel=function.address,
+                parameters=parameters.buffer_info()[0],
+                scratch=memory.data_ptr(),
+                stride=stride,
+                items=items,
+                chunk=chunk,
+                progress=progress.buffer_info()[0],
+            ),
+        )
+        start = time.perf_counter_ns()
+        c.openmp.parallel(c.team().address, launch.buffer_info()[0], threads, 0)
+        done = Progress(*progress)
+        waited = time.perf_counter_ns() - start - done.nanoseconds
+        saved = done.nanoseconds * (items - done.own) // max(done.own, 1)
+        if waited > _LATE and waited > saved:
+            self.alone, self.pause = self.pause, min(2 * self.pause, _LONGEST_PAUSE)
+        else:
+            self.alone, self.pause = 0, _PAUSE
+
+
+_teams = _Teams()
+_PACK = [struct.Struct(f"{words}q").pack for words in range(32)]  # more words than any record has
+
+
+def _run(name: str, items: int, work: int, scratch: int, record: tuple[int, ...], grain: int = 1) -> None:
+    """Runs a kernel over ``items``, which have ``work`` values; a thread takes at least ``grain`` values at once."""
+    function = _compiled.kernels.get(name) or _compiled.kernel(name)
     # A forked child has none of its parent's threads: OpenMP would hang or abort there.
-    if work >= _SMALL and c.openmp.parallel is not None and os.getpid() == PROCESS:
-        threads = min(torch.get_num_threads(), items)
-        if threads > 1:
-            team = c.kernels.get("_team") or c.team()
-            stride = (scratch + 127) & ~63
-            memory = torch.empty(threads * stride, dtype=torch.uint8)
-            launch = array("q", (*c.openmp.asks, function.address, address, memory.data_ptr(), stride, items))
-            c.openmp.parallel(team.address, launch.buffer_info()[0], threads, 0)
+    if work >= _SMALL and _compiled.openmp.parallel is not None and os.getpid() == PROCESS:
+        chunk = -(-items * max(grain, _GRAIN) // work)
+        threads = min(torch.get_num_threads(), -(-items // chunk))
+        if threads > 1 and _teams.pays():
+            _teams.run(function, items, chunk, threads, scratch, record)
             return
     memory = torch.empty(scratch, dtype=torch.uint8)
-    function.ctypes(address, memory.data_ptr(), 0, items)
+    function.call(_PACK[len(record)](*record), memory.data_ptr(), 0, items)
+
+
+@lru_cache(maxsize=4096)
+def _bytes(division: Callable[..., Any], *sizes: Any) -> int:
+    """The scratch of a kernel that divides it so."""
+    return cast(int, division(*sizes).end)
 
 
 # ---------------------------------------------------------------- operators
@@ -173,17 +278,18 @@ def _table(levels: Tensor | None, bits: int) -> Tensor | None:
     return torch.cat([levels, 1.0 / (levels[1:] - levels[:-1])])
 
 
-def _coding(bits: int, table: Tensor | None) -> int:
-    """Bits and table in one word: torch aligns its memory, so the lowest bits of an address are 0."""
-    return bits if table is None else bits | table.data_ptr()
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
-def _marked(x: Tensor, row: int, group: int, mask: Tensor) -> int:
-    """In place of a 1, for values above zero: where their mask goes."""
+def _marked(x: Tensor, row: int, group: int, mask: Tensor | None) -> int:
+    """Where a kernel puts the bits of values above zero, if it can; otherwise they are put there now."""
+    if mask is None:
+        return 0
     if row % 8 == 0 and group % 8 == 0:
         return mask.data_ptr()
     mask.copy_(pack_band(x, 0.0, math.inf, False, True))  # a group may begin within a byte
-    return 1
+    return 0
 
 
 def quantize_groups(
@@ -210,11 +316,21 @@ def quantize_groups(
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
-    _run(
-        "quantize_groups", sizes[0], numel, 5 * group + 4 * max(group, BATCH) + 8 * BATCH + 192,
-        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
-        positive if mask is None else _marked(x, row, group, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
-    )  # fmt: skip
+    record = layout.QuantizeGroups(
+        x=x.data_ptr(),
+        kind=kind,
+        codes=codes.data_ptr(),
+        side=side.data_ptr(),
+        row=row,
+        group=group,
+        bits=bits,
+        levels=_address(table),
+        positive=positive,
+        mask=_marked(x, row, group, mask),
+        key_low=key & 0xFFFFFFFF,
+        key_high=(key >> 32) & 0xFFFFFFFF,
+    )
+    _run("quantize_groups", sizes[0], numel, _bytes(layout.quantize_groups_scratch, group), record)
     return codes, side
 
 
@@ -240,11 +356,18 @@ def dequantize_groups(
         return reference.dequantize_groups(codes, side, numel, row, group, bits, dtype, support, levels)
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
-    _run(
-        "dequantize_groups", sizes[0], numel, 4 * max(group, BATCH),
-        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
-        0 if support is None else support.data_ptr(),
-    )  # fmt: skip
+    record = layout.DequantizeGroups(
+        out=out.data_ptr(),
+        kind=kind,
+        codes=codes.data_ptr(),
+        side=side.data_ptr(),
+        row=row,
+        group=group,
+        bits=bits,
+        levels=_address(table),
+        support=_address(support),
+    )
+    _run("dequantize_groups", sizes[0], numel, _bytes(layout.dequantize_groups_scratch, group), record)
     return out
 
 
@@ -277,12 +400,20 @@ def quantize_samples(
     codes = torch.empty(size, dtype=torch.uint8)
     side = torch.empty(2 * groups, dtype=torch.int16)
     group = min(group, row)
-    _run(
-        "quantize_samples", groups, numel, 5 * group + 4 * max(group, BATCH) + 8 * BATCH + 320,
-        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
-        positive if mask is None else _marked(x, row, group, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
-        bits.data_ptr(),
-    )  # fmt: skip
+    record = layout.QuantizeSamples(
+        x=x.data_ptr(),
+        kind=kind,
+        codes=codes.data_ptr(),
+        side=side.data_ptr(),
+        row=row,
+        group=group,
+        widths=bits.data_ptr(),
+        positive=positive,
+        mask=_marked(x, row, group, mask),
+        key_low=key & 0xFFFFFFFF,
+        key_high=(key >> 32) & 0xFFFFFFFF,
+    )
+    _run("quantize_samples", groups, numel, _bytes(layout.quantize_groups_scratch, group), record)
     return codes, side
 
 
@@ -296,11 +427,17 @@ def dequantize_samples(
     row, groups, _ = sizes
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
-    _run(
-        "dequantize_samples", groups, numel, 4 * max(group, BATCH) + 128,
-        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, 0,
-        0 if support is None else support.data_ptr(), bits.data_ptr(),
-    )  # fmt: skip
+    record = layout.DequantizeSamples(
+        out=out.data_ptr(),
+        kind=kind,
+        codes=codes.data_ptr(),
+        side=side.data_ptr(),
+        row=row,
+        group=group,
+        widths=bits.data_ptr(),
+        support=_address(support),
+    )
+    _run("dequantize_samples", groups, numel, _bytes(layout.dequantize_groups_scratch, group), record)
     return out
 
 
@@ -311,10 +448,8 @@ def range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
         return reference.range_energy(x, row, group, positive)
     out = torch.empty(numel // row, dtype=torch.float32)
     group = min(group, row)
-    _run(
-        "range_energy", numel // row, numel, 4 * group,
-        x.data_ptr(), kind, out.data_ptr(), row, group, positive,
-    )  # fmt: skip
+    record = layout.RangeEnergy(x=x.data_ptr(), kind=kind, out=out.data_ptr(), row=row, group=group, positive=positive)
+    _run("range_energy", numel // row, numel, _bytes(layout.one_group_scratch, group), record)
     return out
 
 
@@ -330,10 +465,17 @@ def cast_groups(
     out = torch.empty(numel, dtype=dtype)
     scales = torch.empty(sizes[0], dtype=torch.bfloat16) if scale is None else scale.reshape(1).clone()
     group = min(group, row)
-    _run(
-        "cast_groups", sizes[0], numel, 4 * group,
-        x.data_ptr(), kind, out.data_ptr(), kind8, row, group, scales.data_ptr(), scale is not None,
-    )  # fmt: skip
+    record = layout.CastGroups(
+        x=x.data_ptr(),
+        kind=kind,
+        out=out.data_ptr(),
+        kind8=kind8,
+        row=row,
+        group=group,
+        scales=scales.data_ptr(),
+        shared=scale is not None,
+    )
+    _run("cast_groups", sizes[0], numel, _bytes(layout.one_group_scratch, group), record)
     return out, scales
 
 
@@ -352,25 +494,29 @@ def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: to
         return reference.uncast_groups(values, scale, row, group, dtype)
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
-    _run(
-        "uncast_groups", sizes[0], numel, 4 * group,
-        values.data_ptr(), kind8, out.data_ptr(), kind, row, group, scale.data_ptr(), shared,
-    )  # fmt: skip
+    record = layout.UncastGroups(
+        codes=values.data_ptr(),
+        kind8=kind8,
+        out=out.data_ptr(),
+        kind=kind,
+        row=row,
+        group=group,
+        scales=scale.data_ptr(),
+        shared=shared,
+    )
+    _run("uncast_groups", sizes[0], numel, _bytes(layout.one_group_scratch, group), record)
     return out
 
 
 class _Frame(NamedTuple):
-    """Blocks of a tensor as kernels see them: slabs of up to ``block`` lines (see ``compiled``)."""
+    """Blocks of a tensor as kernels see them."""
 
     numel: int
     means: int
     slabs: int
-    slab: int
-    """Values of the largest slab."""
     most: int
     """Blocks of eight by eight worked on at once, at most: whole maps, and a part at either end; 0 for other blocks."""
-    shape: tuple[int, ...]
-    """Lines of a map, rows, width and innermost values of a line, block, blocks of a row, means of a slab."""
+    shape: Slabs
 
 
 @lru_cache(maxsize=4096)
@@ -379,17 +525,22 @@ def _frame(geometry: tuple[int, ...], block: int) -> _Frame | None:
         return None
     outer, s1, s2, s3, inner = geometry
     if s1 > 1:
-        lines, rows, width = s1, s2, s3
+        depth, rows, width = s1, s2, s3
     elif s2 > 1 or inner < 16:
-        lines, rows, width = s2, 1, s3
+        depth, rows, width = s2, 1, s3
     else:
-        lines, rows, width = s3, 1, 1
+        depth, rows, width = s3, 1, 1
     blocks, most, numel = -(-width // block), 0, math.prod(geometry)
     if rows == 1 and inner == 1 and block == 8 and numel:
-        most = ((BATCH + 8 * width) // (lines * width) + 2) * -(-lines // 8) * blocks
-    shape = (lines, rows, width, inner, block, blocks, -(-rows // block) * blocks * inner)
+        most = ((BATCH + 8 * width) // (depth * width) + 2) * -(-depth // 8) * blocks
+    shape = Slabs(depth, rows, width, inner, block, blocks, -(-rows // block) * blocks * inner)
     means = math.prod(low_shape(geometry, block))
-    return _Frame(numel, means, outer * -(-lines // block), block * rows * width * inner, most, shape)
+    return _Frame(numel, means, outer * -(-depth // block), most, shape)
+
+
+def _grain(shape: Slabs) -> int:
+    """Sixteen slabs: a kernel may work twice on the slabs at the ends of what it is given."""
+    return 16 * shape.block * shape.rows * shape.width * shape.inner
 
 
 def quantize_blocks(
@@ -422,12 +573,33 @@ def quantize_blocks(
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
-    _run(
-        "quantize_blocks", sizes[0], numel, 28 * (frame.slab + BATCH) + 25 * group + 40 * frame.most + 384,
-        x.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
-        positive if mask is None else _marked(x, row, group, mask), key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF,
-        low.data_ptr(), *frame.shape, numel, frame.most,
-    )  # fmt: skip
+    shape = frame.shape
+    record = layout.QuantizeBlocks(
+        x=x.data_ptr(),
+        kind=kind,
+        codes=codes.data_ptr(),
+        side=side.data_ptr(),
+        row=row,
+        group=group,
+        bits=bits,
+        levels=_address(table),
+        positive=positive,
+        mask=_marked(x, row, group, mask),
+        key_low=key & 0xFFFFFFFF,
+        key_high=(key >> 32) & 0xFFFFFFFF,
+        low=low.data_ptr(),
+        depth=shape.depth,
+        rows=shape.rows,
+        width=shape.width,
+        inner=shape.inner,
+        block=shape.block,
+        blocks=shape.blocks,
+        per_slab=shape.per_slab,
+        numel=numel,
+        most=frame.most,
+    )
+    scratch = _bytes(layout.quantize_blocks_scratch, group, shape, frame.most)
+    _run("quantize_blocks", sizes[0], numel, scratch, record, _grain(shape))
     return low, codes, side
 
 
@@ -459,12 +631,29 @@ def dequantize_blocks(
         return reference.dequantize_blocks(low, codes, side, geometry, block, row, group, bits, dtype, support, levels)
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
-    _run(
-        "dequantize_blocks", frame.slabs, numel, 8 * (frame.slab + BATCH) + 12 * group + 4 * frame.shape[-1] + 384,
-        out.data_ptr(), kind, codes.data_ptr(), side.data_ptr(), row, group, _coding(bits, table),
-        0 if support is None else support.data_ptr(),
-        low.data_ptr(), *frame.shape, sizes[0],
-    )  # fmt: skip
+    shape = frame.shape
+    record = layout.DequantizeBlocks(
+        out=out.data_ptr(),
+        kind=kind,
+        codes=codes.data_ptr(),
+        side=side.data_ptr(),
+        row=row,
+        group=group,
+        bits=bits,
+        levels=_address(table),
+        support=_address(support),
+        low=low.data_ptr(),
+        depth=shape.depth,
+        rows=shape.rows,
+        width=shape.width,
+        inner=shape.inner,
+        block=shape.block,
+        blocks=shape.blocks,
+        per_slab=shape.per_slab,
+        groups=sizes[0],
+    )
+    scratch = _bytes(layout.dequantize_blocks_scratch, group, shape)
+    _run("dequantize_blocks", frame.slabs, numel, scratch, record, _grain(shape))
     return out
 
 
@@ -475,10 +664,8 @@ def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dty
     if kind is None or out_kind is None or frame is None or not 0 < numel == frame.numel or not x.is_contiguous():
         return reference.block_means(x, geometry, block, dtype)
     out = torch.empty(frame.means, dtype=dtype)
-    _run(
-        "block_means", frame.slabs, numel, 12 * frame.slab,
-        x.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape,
-    )  # fmt: skip
+    record = layout.BlockMeans(x.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape)
+    _run("block_means", frame.slabs, numel, _bytes(layout.means_scratch, frame.shape), record, _grain(frame.shape))
     return out
 
 
@@ -488,24 +675,23 @@ def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch
     if kind is None or out_kind is None or frame is None or frame.numel == 0 or not _is(low, low.dtype, frame.means):
         return reference.spread_blocks(low, geometry, block, dtype)
     out = torch.empty(frame.numel, dtype=dtype)
-    _run(
-        "spread_blocks", frame.slabs, frame.numel, 12 * frame.slab,
-        low.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape,
-    )  # fmt: skip
+    record = layout.SpreadBlocks(low.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape)
+    scratch = _bytes(layout.spread_scratch, frame.shape)
+    _run("spread_blocks", frame.slabs, frame.numel, scratch, record, _grain(frame.shape))
     return out
 
 
 def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
     """See the reference."""
-    kind, numel = -1 if x.dtype == torch.bool else KINDS.get(x.dtype), x.numel()
+    kind, numel = BOOL if x.dtype == torch.bool else KINDS.get(x.dtype), x.numel()
     if kind is None or numel == 0 or not x.is_contiguous():
         return reference.pack_band(x, low, high, closed, nan)
     out = torch.empty(-(-numel // 8), dtype=torch.uint8)
-    first, last = (0, 0) if kind < 0 else _band(struct.pack("dd", low, high), closed)
-    _run(
-        "pack_band", -(-numel // 4096), numel, 5 * 4096 + 64,
-        x.data_ptr(), kind, out.data_ptr(), numel, first, last, nan,
-    )  # fmt: skip
+    first, last = (0, 0) if kind == BOOL else _band(struct.pack("dd", low, high), closed)
+    record = layout.PackBand(
+        x=x.data_ptr(), kind=kind, out=out.data_ptr(), numel=numel, first=first, last=last, nan=nan
+    )
+    _run("pack_band", -(-numel // TILE), numel, _bytes(layout.band_scratch), record)
     return out
 
 
@@ -536,11 +722,11 @@ def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, out
     if not known or numel == 0 or not _is(mask, torch.uint8, -(-numel // 8)):
         return reference.unpack_band(mask, numel, dtype, inside, outside)
     out = torch.empty(numel, dtype=dtype)
-    words = (1, 0) if dtype == torch.bool else _words(struct.pack("dd", inside, outside), dtype)
-    _run(
-        "unpack_band", -(-numel // 4096), numel, 0,
-        mask.data_ptr(), out.data_ptr(), dtype.itemsize, numel, *words,
-    )  # fmt: skip
+    one, other = (1, 0) if dtype == torch.bool else _words(struct.pack("dd", inside, outside), dtype)
+    record = layout.UnpackBand(
+        mask=mask.data_ptr(), out=out.data_ptr(), item=dtype.itemsize, numel=numel, inside=one, outside=other
+    )
+    _run("unpack_band", -(-numel // TILE), numel, 0, record)
     return out
 
 
@@ -561,10 +747,10 @@ def pack_uints(x: Tensor, offset: int, bits: int) -> Tensor:
     if x.dtype not in _INTEGERS or bits not in _WIDTHS or numel == 0 or not x.is_contiguous():
         return reference.pack_uints(x, offset, bits)
     out = torch.empty(-(-numel * bits // 8), dtype=torch.uint8)
-    _run(
-        "pack_uints", -(-numel // 4096), numel, 0,
-        x.data_ptr(), x.dtype.itemsize, out.data_ptr(), numel, offset, bits,
-    )  # fmt: skip
+    record = layout.PackUints(
+        x=x.data_ptr(), item=x.dtype.itemsize, out=out.data_ptr(), numel=numel, offset=offset, bits=bits
+    )
+    _run("pack_uints", -(-numel // TILE), numel, 0, record)
     return out
 
 
@@ -574,10 +760,10 @@ def unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype: torc
     if dtype not in _INTEGERS or bits not in _WIDTHS or numel == 0 or not _is(packed, torch.uint8, size):
         return reference.unpack_uints(packed, numel, bits, offset, dtype)
     out = torch.empty(numel, dtype=dtype)
-    _run(
-        "unpack_uints", -(-numel // 4096), numel, 0,
-        packed.data_ptr(), out.data_ptr(), dtype.itemsize, numel, offset, bits,
-    )  # fmt: skip
+    record = layout.UnpackUints(
+        packed=packed.data_ptr(), out=out.data_ptr(), item=dtype.itemsize, numel=numel, offset=offset, bits=bits
+    )
+    _run("unpack_uints", -(-numel // TILE), numel, 0, record)
     return out
 
 
@@ -600,13 +786,22 @@ def pack_taps(x: Tensor, starts: Tensor, inner: int, taps: Tensor, size: int, bi
         return reference.pack_taps(x, starts, inner, taps, size, bits)
     numbers = torch.full((span,), -1, dtype=torch.int32)
     numbers[taps] = torch.arange(taps.numel(), dtype=torch.int32)
-    out, tiles = torch.empty(-(-numel * bits // 8), dtype=torch.uint8), -(-numel // 4096)
+    out, tiles = torch.empty(-(-numel * bits // 8), dtype=torch.uint8), -(-numel // TILE)
     none = torch.empty(tiles, dtype=torch.int64)
-    _run(
-        "pack_taps", tiles, numel, 4 * 4096,
-        x.data_ptr(), starts.data_ptr(), numbers.data_ptr(), none.data_ptr(), out.data_ptr(),
-        numel, starts.numel(), inner, span, size, bits,
-    )  # fmt: skip
+    record = layout.PackTaps(
+        x=x.data_ptr(),
+        starts=starts.data_ptr(),
+        numbers=numbers.data_ptr(),
+        none=none.data_ptr(),
+        out=out.data_ptr(),
+        numel=numel,
+        windows=starts.numel(),
+        inner=inner,
+        span=span,
+        size=size,
+        bits=bits,
+    )
+    _run("pack_taps", tiles, numel, _bytes(layout.taps_scratch), record)
     return out, none.sum()
 
 
@@ -616,8 +811,15 @@ def unpack_taps(packed: Tensor, numel: int, starts: Tensor, inner: int, taps: Te
         return reference.unpack_taps(packed, numel, starts, inner, taps, bits)
     out = torch.empty(numel, dtype=torch.int64)
     table = torch.cat([taps, taps.new_zeros(2**bits - taps.numel())])  # no code points beyond it
-    _run(
-        "unpack_taps", -(-numel // 4096), numel, 4 * 4096,
-        packed.data_ptr(), out.data_ptr(), starts.data_ptr(), table.data_ptr(), numel, starts.numel(), inner, bits,
-    )  # fmt: skip
+    record = layout.UnpackTaps(
+        packed=packed.data_ptr(),
+        out=out.data_ptr(),
+        starts=starts.data_ptr(),
+        taps=table.data_ptr(),
+        numel=numel,
+        windows=starts.numel(),
+        inner=inner,
+        bits=bits,
+    )
+    _run("unpack_taps", -(-numel // TILE), numel, _bytes(layout.taps_scratch), record)
     return out

@@ -1,0 +1,547 @@
+"""What a kernel is given: the fields of its parameters, and where its scratch memory is divided.
+
+The parameters of a kernel are 64-bit integers in the order of the fields of its record below. ``cpu`` builds a record
+and writes it to memory; ``compiled`` reads it back with ``_read(address, Record)``. So a field has one name on both
+sides, and its place follows from the record alone. An address is 0 where there is no such tensor; sizes and starts
+count values unless they say bytes.
+
+A function ``*_scratch`` divides the private memory of a kernel. It returns offsets in bytes; the last one, ``end``, is
+the size that ``cpu`` allocates. Kernels call the same functions.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+_jitable: Any = import_module("numba.extending").register_jitable  # some versions are typed and some are not
+
+BATCH = 2048  # values worked on at once where several groups or slabs fit: they stay in L1
+TILE = 4096  # values of an item, for kernels that know no groups
+LINE = 64  # bytes of a cache line
+
+FLOAT32, BFLOAT16, FLOAT16, BOOL = 0, 1, 2, 3  # ``kind``: the type of values
+E4M3, E5M2 = 0, 1  # ``kind8``: the type of 8-bit values
+
+
+# ---------------------------------------------------------------- parameters
+
+
+class QuantizeGroups(NamedTuple):
+    """An item is a group."""
+
+    x: int
+    kind: int
+    codes: int
+    side: int
+    row: int
+    group: int
+    bits: int
+    levels: int
+    """Levels, then the inverse of the distance from each to the next, as float32."""
+    positive: int
+    """1 if only values above zero, or NaN, set ranges."""
+    mask: int
+    """Where the bits of those values go; groups begin on a byte then."""
+    key_low: int
+    key_high: int
+
+
+class DequantizeGroups(NamedTuple):
+    """An item is a group."""
+
+    out: int
+    kind: int
+    codes: int
+    side: int
+    row: int
+    group: int
+    bits: int
+    levels: int
+    support: int
+    """A bit for each value; values whose bit is 0 become zero."""
+
+
+class QuantizeSamples(NamedTuple):
+    """An item is a group; a sample is a row."""
+
+    x: int
+    kind: int
+    codes: int
+    side: int
+    row: int
+    group: int
+    widths: int
+    """The bits of each sample, a byte each."""
+    positive: int
+    mask: int
+    key_low: int
+    key_high: int
+
+
+class DequantizeSamples(NamedTuple):
+    """An item is a group."""
+
+    out: int
+    kind: int
+    codes: int
+    side: int
+    row: int
+    group: int
+    widths: int
+    support: int
+
+
+class QuantizeBlocks(NamedTuple):
+    """An item is a group. The fields from ``depth`` to ``per_slab`` are those of :class:`Slabs`."""
+
+    x: int
+    kind: int
+    codes: int
+    side: int
+    row: int
+    group: int
+    bits: int
+    levels: int
+    positive: int
+    mask: int
+    key_low: int
+    key_high: int
+    low: int
+    """Where the means go, in bfloat16."""
+    depth: int
+    rows: int
+    width: int
+    inner: int
+    block: int
+    blocks: int
+    per_slab: int
+    numel: int
+    most: int
+    """Blocks of eight by eight worked on at once, at most; 0 for other blocks."""
+
+
+class DequantizeBlocks(NamedTuple):
+    """An item is a slab."""
+
+    out: int
+    kind: int
+    codes: int
+    side: int
+    row: int
+    group: int
+    bits: int
+    levels: int
+    support: int
+    low: int
+    depth: int
+    rows: int
+    width: int
+    inner: int
+    block: int
+    blocks: int
+    per_slab: int
+    groups: int
+
+
+class BlockMeans(NamedTuple):
+    """An item is a slab."""
+
+    x: int
+    kind: int
+    out: int
+    out_kind: int
+    depth: int
+    rows: int
+    width: int
+    inner: int
+    block: int
+    blocks: int
+    per_slab: int
+
+
+class SpreadBlocks(NamedTuple):
+    """An item is a slab."""
+
+    low: int
+    kind: int
+    out: int
+    out_kind: int
+    depth: int
+    rows: int
+    width: int
+    inner: int
+    block: int
+    blocks: int
+    per_slab: int
+
+
+class RangeEnergy(NamedTuple):
+    """An item is a row."""
+
+    x: int
+    kind: int
+    out: int
+    row: int
+    group: int
+    positive: int
+
+
+class CastGroups(NamedTuple):
+    """An item is a group."""
+
+    x: int
+    kind: int
+    out: int
+    kind8: int
+    row: int
+    group: int
+    scales: int
+    shared: int
+    """1 if there is one float32 scale for all groups, not a bfloat16 for each."""
+
+
+class UncastGroups(NamedTuple):
+    """An item is a group."""
+
+    codes: int
+    kind8: int
+    out: int
+    kind: int
+    row: int
+    group: int
+    scales: int
+    shared: int
+
+
+class PackBand(NamedTuple):
+    """An item is a tile."""
+
+    x: int
+    kind: int
+    out: int
+    numel: int
+    first: int
+    """The band as integers that sort as floats do; it has its ends."""
+    last: int
+    nan: int
+    """1 if NaN lies in the band."""
+
+
+class UnpackBand(NamedTuple):
+    """An item is a tile."""
+
+    mask: int
+    out: int
+    item: int
+    """Bytes of a value."""
+    numel: int
+    inside: int
+    """The bits of a value."""
+    outside: int
+
+
+class PackUints(NamedTuple):
+    """An item is a tile."""
+
+    x: int
+    item: int
+    """Bytes of a value."""
+    out: int
+    numel: int
+    offset: int
+    bits: int
+
+
+class UnpackUints(NamedTuple):
+    """An item is a tile."""
+
+    packed: int
+    out: int
+    item: int
+    """Bytes of a value."""
+    numel: int
+    offset: int
+    bits: int
+
+
+class PackTaps(NamedTuple):
+    """An item is a tile."""
+
+    x: int
+    starts: int
+    numbers: int
+    """For each place of a window the number of the tap there, or -1."""
+    none: int
+    """For each tile how many positions are none."""
+    out: int
+    numel: int
+    windows: int
+    inner: int
+    span: int
+    """Places of a window, from its first tap to its last."""
+    size: int
+    bits: int
+
+
+class UnpackTaps(NamedTuple):
+    """An item is a tile."""
+
+    packed: int
+    out: int
+    starts: int
+    taps: int
+    numel: int
+    windows: int
+    inner: int
+    bits: int
+
+
+class Launch(NamedTuple):
+    """What the threads of a team share."""
+
+    thread_number: int
+    """The address of OpenMP's function for it, as ``clock`` is."""
+    clock: int
+    kernel: int
+    parameters: int
+    scratch: int
+    stride: int
+    """Bytes of scratch for each thread."""
+    items: int
+    chunk: int
+    """Items that a thread takes at once."""
+    progress: int
+    """The address of a :class:`Progress`."""
+
+
+class Progress(NamedTuple):
+    """What the threads of a team write."""
+
+    next: int
+    """The first item that no thread has taken."""
+    own: int
+    """Items that the calling thread worked on."""
+    nanoseconds: int
+    """How long it worked on them."""
+
+
+class Slabs(NamedTuple):
+    """Blocks of a tensor (outer, s1, s2, s3, inner), seen as slabs: up to ``block`` lines along its first long side.
+
+    Slabs are contiguous, as are their means. A line is what that side steps over: ``rows`` rows of ``width`` positions
+    of ``inner`` values.
+    """
+
+    depth: int
+    """Lines of a map."""
+    rows: int
+    width: int
+    inner: int
+    block: int
+    blocks: int
+    """Blocks of a row."""
+    per_slab: int
+    """Means of a slab."""
+
+
+class Coding(NamedTuple):
+    """How groups are coded: fields that the kernels for groups, samples and blocks have in common."""
+
+    codes: int
+    side: int
+    row: int
+    group: int
+    bits: int
+    levels: int
+
+
+# ---------------------------------------------------------------- scratch
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def aligned(size: int) -> int:
+    """The next multiple of a cache line, in bytes."""
+    return (size + LINE - 1) // LINE * LINE
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def groups_at_once(group: int) -> int:
+    """Groups that are worked on together, so that their values stay in L1."""
+    return max(1, BATCH // group)
+
+
+class EncodeScratch(NamedTuple):
+    """For groups that are encoded together."""
+
+    ends: int
+    """The smallest values of all groups, then their largest: 32 bits each."""
+    codes: int
+    """The codes of one group, a byte each."""
+    warped: int
+    """The values of one group in levels, float32."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def encode_scratch(groups: int, group: int) -> EncodeScratch:
+    """For up to ``groups`` groups."""
+    codes = aligned(8 * groups)
+    warped = codes + aligned(group)
+    return EncodeScratch(0, codes, warped, warped + aligned(4 * group))
+
+
+class GroupsScratch(NamedTuple):
+    """Of ``quantize_groups`` and ``quantize_samples``."""
+
+    encode: int
+    wide: int
+    """Values of a batch as float32."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def quantize_groups_scratch(group: int) -> GroupsScratch:
+    """See :class:`GroupsScratch`."""
+    wide = encode_scratch(groups_at_once(group), group).end
+    return GroupsScratch(0, wide, wide + 4 * max(group, BATCH))
+
+
+class ValuesScratch(NamedTuple):
+    """Of kernels that need values as float32 and nothing else."""
+
+    wide: int
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def dequantize_groups_scratch(group: int) -> ValuesScratch:
+    """A batch of values; also of ``dequantize_samples``."""
+    return ValuesScratch(0, 4 * max(group, BATCH))
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def one_group_scratch(group: int) -> ValuesScratch:
+    """The values of one group."""
+    return ValuesScratch(0, 4 * group)
+
+
+class QuantizeBlocksScratch(NamedTuple):
+    """A batch has whole slabs. Differences that do not fill a group wait for the next batch, before its own."""
+
+    encode: int
+    sums: int
+    """Sums and means of blocks: see ``split_scratch`` and ``means_scratch``."""
+    slab: int
+    """The batch as float32, and eight values that are read beyond it."""
+    wide: int
+    """The values that say which count, as float32."""
+    fresh: int
+    """The differences of the batch, and eight values that are written beyond it; the rest of a group lies before."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def quantize_blocks_scratch(group: int, slabs: Slabs, most: int) -> QuantizeBlocksScratch:
+    """See :class:`QuantizeBlocksScratch`."""
+    batch = BATCH + slabs.block * slabs.rows * slabs.width * slabs.inner
+    sums = encode_scratch(batch + group, group).end
+    slab = sums + max(split_scratch(most).end, means_scratch(slabs).slab)
+    wide = slab + 4 * (batch + 8)
+    fresh = aligned(wide + 4 * (batch + group) + 4 * group)
+    return QuantizeBlocksScratch(0, sums, slab, wide, fresh, fresh + 4 * (batch + 8))
+
+
+class SplitScratch(NamedTuple):
+    """For blocks of eight by eight: float32 each."""
+
+    sums: int
+    """Eight column sums of each block."""
+    counts: int
+    """The number of values of each block."""
+    means: int
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def split_scratch(most: int) -> SplitScratch:
+    """For up to ``most`` blocks."""
+    return SplitScratch(0, 32 * most, 36 * most, 40 * most)
+
+
+class MeansScratch(NamedTuple):
+    """For the means of one slab, float32."""
+
+    sums: int
+    means: int
+    slab: int
+    """The slab itself, where it has to be widened."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def means_scratch(slabs: Slabs) -> MeansScratch:
+    """Also of ``block_means``."""
+    means = 4 * slabs.width * slabs.inner
+    slab = means + 4 * slabs.per_slab
+    return MeansScratch(0, means, slab, slab + 4 * slabs.block * slabs.rows * slabs.width * slabs.inner)
+
+
+class DequantizeBlocksScratch(NamedTuple):
+    """A batch has whole slabs. Differences decoded beyond it wait for the next batch, before its own."""
+
+    means: int
+    """The means of a slab as float32."""
+    merged: int
+    """The batch, and eight values that are written beyond it."""
+    fresh: int
+    """The differences of the groups that make up the batch, and eight values that are read beyond."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def dequantize_blocks_scratch(group: int, slabs: Slabs) -> DequantizeBlocksScratch:
+    """See :class:`DequantizeBlocksScratch`."""
+    batch = BATCH + slabs.block * slabs.rows * slabs.width * slabs.inner
+    merged = 4 * slabs.per_slab
+    fresh = aligned(merged + 4 * (batch + 8) + 4 * group)
+    return DequantizeBlocksScratch(0, merged, fresh, fresh + 4 * (batch + 2 * group + 8))
+
+
+class SpreadScratch(NamedTuple):
+    """For one slab, float32."""
+
+    means: int
+    nothing: int
+    """A slab of -0.0, the value whose sum with any other is that other."""
+    slab: int
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def spread_scratch(slabs: Slabs) -> SpreadScratch:
+    """Of ``spread_blocks``."""
+    size = 4 * slabs.block * slabs.rows * slabs.width * slabs.inner
+    nothing = 4 * slabs.per_slab
+    return SpreadScratch(0, nothing, nothing + size, nothing + 2 * size)
+
+
+class BandScratch(NamedTuple):
+    """For one tile."""
+
+    flags: int
+    """A byte for each value."""
+    wide: int
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def band_scratch() -> BandScratch:
+    """Of ``pack_band``."""
+    return BandScratch(0, TILE, 5 * TILE)
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def taps_scratch() -> ValuesScratch:
+    """The taps of one tile, as 32-bit integers."""
+    return ValuesScratch(0, 4 * TILE)

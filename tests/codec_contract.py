@@ -93,8 +93,8 @@ def check(
     """Raise :class:`Broken` if the codec does not keep its contract for tensors of ``dtypes`` that it ``fits``.
 
     ``accurate`` is asked whether the second tensor may stand for the first; None asks for equality of an ``exact``
-    codec that keeps values, and for nothing else. ``random`` says whether the bytes of 100 different values depend on
-    the key; None asks for neither.
+    codec that keeps values, and for nothing else. ``random`` says whether the bytes of more than 100
+    values depend on the key; None asks for neither.
     """
     broken = list(_of_the_value(codec))
     found = [(c, d) for c, d in itertools.product(CASES, dtypes) if fits(CASES[c][1](torch.empty(CASES[c][0])))]
@@ -104,7 +104,7 @@ def check(
     raised: Exception | None = None
     for (case, dtype), lines in parts:
         try:
-            broken += [f"{case}, {dtype}: {line}" for line in lines]
+            broken.extend(f"{case}, {dtype}: {line}" for line in lines)  # keeps the lines before an error
         except Exception as error:  # whatever a codec raises, the report shall name the tensor
             broken.append(f"{case}, {dtype}: it raises {error!r}")
             raised = raised or error

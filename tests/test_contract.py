@@ -380,6 +380,19 @@ def test_the_example_in_the_docs_keeps_the_contract():
     check(codec, accurate=accurate, random=False)
 
 
+def test_an_error_does_not_hide_what_was_found_before():
+    class Worse(Oversized):
+        id = "toy_worse"
+
+        def decode(self, packed, *, support=None):
+            raise RuntimeError("no way back")
+
+    with pytest.raises(Broken) as error:
+        check(Worse())
+    assert "matrix, torch.float32: the storages of the buffers hold" in str(error.value)
+    assert "matrix, torch.float32: it raises RuntimeError('no way back')" in str(error.value)
+
+
 def test_raw_lends_its_copy():
     """The one exception of the contract: a view of the buffer, never of the tensor."""
     x = torch.randn(3, 4)

@@ -258,9 +258,10 @@ def registered() -> dict[str, type[Codec]]:
 
 def _definitions() -> dict[str, dict[str, type[Codec]]]:
     """For each id the newest class of each full name that has it."""
-    classes, found = list[type[Codec]](Codec.__subclasses__()), dict[str, dict[str, type[Codec]]]()
+    classes: list[type[Codec]] = Codec.__subclasses__()
     for cls in classes:
-        classes.extend(cls.__subclasses__())
+        classes.extend(cls.__subclasses__())  # the loop goes on through these
+    found: dict[str, dict[str, type[Codec]]] = {}
     for cls in sorted(classes, key=lambda c: c._definition):
         if "id" in vars(cls):
             found.setdefault(cls.id, {})[f"{cls.__module__}.{cls.__qualname__}"] = cls

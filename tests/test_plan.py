@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import lowtide
 from golden import CASES, NETS
-from lowtide.codecs import Cast, GroupQuant, Mask, Raw, SampleQuant, ShapeOnly
+from lowtide.codecs import BlockMean, Cast, GroupQuant, Mask, Raw, SampleQuant, ShapeOnly
 from lowtide.policy.choice import Action, Choice
 from lowtide.session import memory
 
@@ -166,7 +166,17 @@ def test_a_codec_that_does_not_fit_another_batch_keeps_the_tensor():
     with lowtide.attach(model, plan, min_numel=512) as handle:
         gradients(model, x[:3], y[:3])
         whys = [c.why for c in handle.plan().choices.values()]
-    assert any("the plan's codec does not fit: sample_quant has bits for 8 samples" in why for why in whys)
+    assert any("its codec does not fit: sample_quant has bits for 8 samples" in why for why in whys)
+
+
+def test_a_codec_given_for_every_value_keeps_what_it_does_not_fit():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(1152, 64), nn.Linear(64, 10))
+    with lowtide.attach(model, BlockMean(8, dims=3), min_numel=512) as handle:
+        model(torch.randn(16, 3, 16, 16)).sum().backward()
+        choices = {site.module: choice for site, choice in handle.plan().choices.items()}
+    assert choices["1"] == Choice.store(BlockMean(8, dims=3))
+    assert choices["4"] == Choice.keep()
+    assert choices["4"].why.startswith("its codec does not fit: block_mean")
 
 
 # ---------------------------------------------------------------- plans as data

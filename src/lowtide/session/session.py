@@ -487,11 +487,15 @@ class Session:
         return Use(need, meta, spatial, tuple(sites), sites_of(origin), rectified, need_of(origin)), lossless, origin
 
     def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> Choice:
-        """Ask the policy; bytes that lie in host memory already need not be sent there."""
+        """Ask the policy; what cannot be carried out on this tensor, or would change nothing, becomes a keep."""
         from_sources = None if self.policy.tuner is None else rebuilder(origin, tensor, use.meta)
         choice = self.policy.choose(use, tensor, from_sources)
         if choice.action is Action.OFFLOAD and choice.home == "host" and tensor.device.type == "cpu":
             return Choice.keep("it lies in host memory as it is")
+        try:
+            choice.nbytes(use.meta)
+        except ValueError as error:
+            return Choice.keep(f"its codec does not fit: {error}")
         return choice
 
     def _note(self, *decided: tuple[Use | None, Choice | None]) -> None:

@@ -268,6 +268,20 @@ def storage_of(tensor: Tensor) -> Any:
     return None
 
 
+def strided_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold what a sparse one holds, its values first; the tensor itself if it is not sparse."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    return [tensor]
+
+
 def is_ordinary_call() -> bool:
     """Does autograd record this call in the usual way: no compiler, no tracer, nobody else's saved-tensor hooks?"""
     return (
@@ -382,6 +396,15 @@ def _put_modes(modes: Iterable[Any]) -> None:
 def _default_device() -> Any:
     """The mode that serves ``torch.set_default_device``; it insists on being the lowest."""
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+"""The classes of modules whose result for one sample depends on the others."""
+
+
+def pre_hooks(module: nn.Module) -> Iterable[Callable[..., Any]]:
+    """The hooks that run before each forward of a module."""
+    return module._forward_pre_hooks.values()
 
 
 def calls_on_stack(module: nn.Module) -> int:

@@ -114,7 +114,7 @@ class Session:
                 stacklevel=3,
             )
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        parts = [part for t in tensors for part in _strided(t)]
+        parts = [part for t in tensors for part in capture.strided_parts(t)]
         storages = [capture.storage_of(t) for t in parts if capture.has_storage(t)]
         self._static = {capture.storage_id(s): weakref.ref(s) for s in storages if s is not None}
         self._rows.clear()
@@ -253,7 +253,7 @@ class Session:
         """Note a tensor without a plain storage of its own; one of the model's own sparse ones costs nothing."""
         kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.layout)
         meta = TensorMeta(tuple(tensor.shape), (), tensor.dtype)
-        parts = _strided(tensor)
+        parts = capture.strided_parts(tensor)
         values = parts[0].untyped_storage() if len(parts) > 1 and capture.has_storage(parts[0]) else None
         identity = 0 if values is None else capture.storage_id(values)
         if values is not None and self._is_static(identity, values):
@@ -709,7 +709,7 @@ OPENER = "opens_lowtide_session"
 
 def attached(model: nn.Module) -> bool:
     """Is any module of ``model`` attached?"""
-    return any(getattr(h, OPENER, False) for m in model.modules() for h in m._forward_pre_hooks.values())
+    return any(getattr(h, OPENER, False) for m in model.modules() for h in capture.pre_hooks(m))
 
 
 def new_session(
@@ -736,20 +736,6 @@ def new_session(
 
 def _describe(method: Method) -> str:
     return repr(method).replace(type(method).__name__, method.name, 1)
-
-
-def _strided(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold what a sparse one holds, its values first; the tensor itself if it is not sparse."""
-    if tensor.layout is torch.strided:
-        return [tensor]
-    tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._values(), tensor._indices()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
-    return [tensor]
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -546,9 +546,9 @@ class Session:
             return reference.read(raw)
         part = handle.parts.get(None)
         if reference.twin:
-            small = reference.small(part or handle.parts[(reference.meta, reference.offset)])
-            if small is not None:
-                return small
+            means = reference.block_means(part or handle.parts[(reference.meta, reference.offset)])
+            if means is not None:
+                return means
         if part is not None:
             lossless = reference.lossless
             whole = self._decode(handle, part) if lossless is None else part.packs[lossless].decode()

@@ -1,22 +1,28 @@
-"""Which autograd node saved which tensor, in which module. Every private torch name lives here.
+"""Which autograd node saved which tensor, in which module. Every private name of torch is used here and nowhere else.
 
-How it sees
+How saved tensors are seen
     A ``TorchFunctionMode`` meets each torch call of the forward. When a call returns, the new nodes
-    behind its result are walked and each saved tensor is offered, with its exact names, to the
-    session, which may put a hook on that one slot. A slot nobody hooks stays with autograd, together
-    with autograd's check for in-place changes, which any hook would switch off.
-    Module hooks supply the module path and catch nodes whose results no torch call has met
-    (custom functions). Nodes are marked in ``node.metadata`` and never held.
+    behind its result are walked, and each saved tensor is offered to the session under its exact names.
+    The session may put a hook on that one slot. A slot without a hook stays with autograd, which checks
+    it for changes in place; a hook would switch that check off.
+    Module hooks supply the path of the module. They also catch nodes whose results no torch call has met
+    (custom functions). Nodes are marked in ``node.metadata``; no reference to them is held.
 
-What it relies on, tested by :func:`probe` when a session opens
+How changes are seen
+    Each change in place moves the version of a tensor, which its views and ``detach()`` share. ``.data``
+    has a version of its own, so the call of ``.data`` itself is noticed. Memory that somebody reached
+    before the session, through numpy or in code that makes no torch calls, can change unseen; autograd
+    does not see that either.
+
+What the session relies on, tested by :func:`probe`
     ``node._raw_saved_<slot>.register_hooks`` and ``node._saved_<slot>``: without them nothing can be
     compressed, and the report says so.
-    ``SavedTensor.unpack_hook``: tells whose hooks hold a slot. Without it the stack of default hooks
+    ``SavedTensor.unpack_hook`` tells whose hooks hold a slot. Without it the stack of default hooks
     is consulted while the node is new.
-    ``torch._C._storage_Use_Count``: tells whether only the graph keeps a storage. Without it a tensor
+    ``torch._C._storage_Use_Count`` tells whether only the graph keeps a storage. Without it a tensor
     is encoded as soon as it is saved.
-    ``torch._subclasses.FakeTensor``: tensors without data, whose storages are as those of real ones. Without it
-    they are listed and kept, like any subclass.
+    ``torch._subclasses.FakeTensor`` marks tensors without data, whose storages are as those of real ones. Without
+    it they are listed and kept, like any subclass.
 """
 
 from __future__ import annotations
@@ -82,7 +88,7 @@ class Slot(NamedTuple):
     call: str
     saved: Any
     twin: bool = False
-    """The node is a twin (see ``twins``): its backward takes this tensor also as a small map of means."""
+    """Is the node a twin (see ``twins``)? Then its backward also takes this tensor as a small map of means."""
 
     def hook(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Let ``pack`` replace the tensor now and ``unpack`` give it back to backward."""
@@ -113,7 +119,7 @@ class Slot(NamedTuple):
         self.node.register_prehook(look)
 
     def remember(self, value: Any) -> None:
-        """Leave with the node a weak reference to what stands for this slot: nodes outlive what they saved."""
+        """Leave with the node a weak reference to what stands for this slot, because nodes outlive what they saved."""
         notes = self.node.metadata
         if notes[_MARK] is None:
             notes[_MARK] = {}
@@ -122,7 +128,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What this torch lets us see; ``sole`` is the use count of a storage with one tensor."""
+    """What this version of torch shows; ``sole`` is the use count of a storage that has one tensor."""
 
     slots: bool
     foreign_hooks: bool
@@ -198,7 +204,7 @@ use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda
 
 
 def storage_id(storage: Any) -> int:
-    """Identity of a storage; means something only while that storage lives."""
+    """The identity of a storage. Another storage may have it once this one is gone."""
     identity: int = storage._cdata
     return identity
 
@@ -234,7 +240,7 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Counts in-place changes, shared by all views of a tensor."""
+    """How many times the tensor was changed in place; all its views share the count."""
     return tensor._version
 
 
@@ -246,7 +252,7 @@ def share_version(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def has_storage(tensor: Any) -> bool:
-    """A strided tensor of torch's own kinds, a fake one included: no sparse, no nested one, no other subclass."""
+    """Is it a strided tensor of torch's own kinds? Fake ones are; sparse ones, nested ones and subclasses are not."""
     kind = type(tensor)
     known = kind is Tensor or kind is nn.Parameter or (kind is _FakeTensor and not _is_traced())
     return known and tensor.layout is torch.strided and not tensor.is_nested
@@ -274,7 +280,7 @@ def is_lazy(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Any) -> bool:
-    """A strided tensor with a storage of its own: no subclass, no wrapper of torch.func, no forward-mode dual."""
+    """Is it a strided tensor with a storage of its own, and no wrapper of torch.func or forward-mode dual?"""
     if not has_storage(tensor):
         return False
     dual: Any = torch.autograd.forward_ad.unpack_dual
@@ -282,10 +288,24 @@ def is_plain(tensor: Any) -> bool:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """The storage; None for a wrapper of torch.func, which hides it."""
+    """The storage of a tensor, or None for a wrapper of torch.func, which hides it."""
     with contextlib.suppress(NotImplementedError):
         return tensor.untyped_storage()
     return None
+
+
+def strided_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold what a sparse one holds, its values first; the tensor itself if it is not sparse."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    return [tensor]
 
 
 def is_ordinary_call() -> bool:
@@ -299,19 +319,19 @@ def is_ordinary_call() -> bool:
 
 
 def saved(node: Any, name: str) -> Any:
-    """What a node saved under a name, a tensor without its history (an output's would lead back to the node)."""
+    """What a node saved under a name. A tensor comes without its history: that of an output leads back to the node."""
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, Tensor) else value
 
 
 def parent(node: Any, edge: int) -> Any:
-    """The node that made an op's ``edge``-th differentiable input; None if that needs no gradient."""
+    """The node that made an op's ``edge``-th differentiable input, or None if that input needs no gradient."""
     parents = node.next_functions
     return parents[edge][0] if edge < len(parents) else None
 
 
 def stands_for(node: Any, slot: str) -> Any:
-    """What was left with the node for a slot, else its tensor if autograd itself keeps it; None if others do."""
+    """What :meth:`Slot.remember` left for a slot, or else its tensor; None if hooks of others hold that."""
     notes = node.metadata.get(_MARK)
     if notes and slot in notes:
         return notes[slot]()
@@ -344,7 +364,7 @@ def bias_of(node: Any) -> Tensor | None:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """A leaf that gets a gradient, or a view of one or of a frozen parameter (``Linear`` saves ``weight.t()``)."""
+    """Is it a leaf that gets a gradient, or a view of one or of a parameter (``Linear`` saves ``weight.t()``)?"""
     if tensor.is_leaf and tensor.requires_grad:
         return True
     base = tensor._base
@@ -352,7 +372,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor this one is a view of."""
+    """The tensor that this one is a view of, if it is a view."""
     return tensor._base
 
 
@@ -404,6 +424,15 @@ def _default_device() -> Any:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+"""The classes of modules whose result for one sample depends on the others."""
+
+
+def pre_hooks(module: nn.Module) -> Iterable[Callable[..., Any]]:
+    """The hooks that run before each forward of a module."""
+    return module._forward_pre_hooks.values()
+
+
 def calls_on_stack(module: nn.Module) -> int:
     """How many calls of ``module`` are running in this thread."""
     code = nn.Module._call_impl.__code__
@@ -430,9 +459,9 @@ def describe(node: Any) -> tuple[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=1024)
 def _describe_type(kind: Any) -> tuple[str, tuple[tuple[str, str, str], ...], tuple[str, ...]]:
-    """The op's name; for each slot its name and the attributes with its holder and its tensor.
+    """The op's name; for each slot its name and the attributes that give its holder and its tensor; a twin's names.
 
-    Then the names a twin gives to what it saved: it appears as the op it stands for.
+    A twin appears as the op it stands for, with that op's names for what it saved.
     """
     op, _, variant = kind.__name__.rpartition("Backward")
     names = [name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW)]
@@ -527,7 +556,7 @@ class Capture(TorchFunctionMode):
         _put_modes([*default, self, *modes[len(default) :]])
 
     def restart(self) -> None:
-        """A new forward: ordinals count from zero and only nodes made from now on are ours."""
+        """Begin a new forward: ordinals count from zero, and nodes made before belong to somebody else."""
         self._ordinals.clear()
         self._numbers.clear()
         self._first = _sequence_number()
@@ -546,7 +575,7 @@ class Capture(TorchFunctionMode):
         before = _sequence_number() if self._versions else 0
         result = call(*args, **kwargs) if kwargs else call(*args)
         if torch.compiler.is_compiling():
-            return result  # torch.compile traces us too; what the compiled code saves shows when it returns
+            return result  # torch.compile traces this code too; what compiled code saves shows when it returns
         if not torch.is_grad_enabled():
             # Such a call makes no nodes, and the history of a view made here must not be asked for.
             if type(func) is _GETTER and func.__self__ is _DATA:
@@ -631,8 +660,8 @@ class Capture(TorchFunctionMode):
             foreign = any(map(self._is_foreign, saved)) if several else self._is_foreign(saved)
             tensor: Any = None if foreign else getattr(node, value)
         except RuntimeError:
-            # The graph behind this node was freed, or the tensor was changed in place since it was
-            # saved; autograd reports either in backward.
+            # The graph behind this node was freed, or the tensor was changed in place since it was saved.
+            # Backward reports both.
             return
         if not several:
             self._offer_one(node, op, name, call, saved, tensor)
@@ -681,11 +710,11 @@ class Capture(TorchFunctionMode):
         name = self._names.get(module)
         if name is None or threading.get_ident() != self._thread:
             return
-        # What the last call returned was walked then: most modules end with such a call.
+        # What the last call returned has been walked already, and most modules end with such a call.
         if result is not self._latest() and torch.is_grad_enabled():
-            # Without this the mode would see every attribute we read here.
+            # Otherwise the mode would see every attribute that is read here.
             with torch._C.DisableTorchFunction():
                 self._walk_all(result, None)
-        # A hook of the module may have raised before ours could enter.
+        # If another hook of the module raised first, ``_enter_module`` was not called.
         if self._path and self._path[-1] == name:
             self._path.pop()

@@ -1,8 +1,8 @@
-"""Tensors that need not be stored: cheap functions of others that are.
+"""Tensors that need not be stored, because they are cheap functions of others that are.
 
-The input of a convolution after BN and ReLU is mask * (scale * x + shift) of the input ``x`` that BN saved anyway.
-Storing ``x`` alone, with more bits, beats two coarse copies. A recipe that is linear in what is stored keeps
-unbiased values unbiased (given the exact mask); others say so.
+The input of a convolution after BN and ReLU is mask * (scale * x + shift), where ``x`` is the input that BN saved
+anyway. Storing ``x`` alone, with more bits, beats two coarse copies. A recipe that is linear in what is stored keeps
+unbiased values unbiased, given the exact mask; the comments in ``RECIPES`` name those that are not linear.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Rebuild = Callable[..., Tensor]
 class Recipe(NamedTuple):
     """How the result of an op is made again from tensors that its node saved.
 
-    ``build`` reads what else is needed from the node and keeps no reference to it; the function it gives may change
-    its first argument. None if this call cannot be repeated.
+    ``build`` reads what else is needed from the node and keeps no reference to it. It returns a function of the
+    sources, which may change the first of them, or None if this call cannot be repeated.
     """
 
     sources: tuple[str, ...]
@@ -35,14 +35,15 @@ class Origin(NamedTuple):
 
     op: str
     sources: tuple[Any, ...]
-    """What stands for each source: whatever ``stored`` gave."""
+    """What stands for each source, as the function ``stored`` gave it to :func:`origin_of`."""
     rebuild: Rebuild
     rectified: bool
-    """A ReLU followed: the tensor is the rebuilt one where its mask is set, and zero elsewhere."""
+    """Did a ReLU follow? Then the tensor is the rebuilt one where its mask is set, and zero elsewhere."""
 
 
 PIECE = 1 << 18
-"""Values worked on at once, so that temporaries stay in the cache and out of the peak; whole bytes of a mask."""
+"""So many values are worked on at once: temporaries then stay in the cache and out of the peak. A multiple of 8,
+because masks have 8 values in a byte."""
 
 
 def pieces(dense: Tensor) -> Iterator[Tensor]:
@@ -53,7 +54,7 @@ def pieces(dense: Tensor) -> Iterator[Tensor]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32, as the op itself computes: in 16 bits a large mean would cancel, or overflow."""
+    """The tensor in float32, in which the op itself computes: in 16 bits a large mean would cancel, or overflow."""
     return x.to(torch.float32)
 
 

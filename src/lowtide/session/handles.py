@@ -15,17 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs import BlockMean, Codec, Mask, Packed, Raw, ShapeOnly, TensorMeta
+from ..codecs import BlockMean, Codec, Mask, Packed, Raw, TensorMeta
 from ..codecs.base import flatten, layout_of
 from ..graph import capture
 from ..graph.capture import Site
 from ..graph.derive import PIECE, Origin, pieces
 from ..graph.rules import Need
 from ..kernels import ops
-from .ledger import Row
+from .ledger import SHAPE_ONLY, Row
 from .offload import fetch
 
-SHAPE_ONLY = ShapeOnly()
 MASK = Mask()  # what backward reads of a rectified tensor
 
 
@@ -42,7 +41,7 @@ class Consumer(NamedTuple):
 
 
 class Part:
-    """One encoded tensor: its values, if anyone reads them, and its lossless forms by codec."""
+    """One encoded tensor: its values, if anyone reads them, and its lossless forms, each under its codec."""
 
     __slots__ = ("packs", "support", "values")
 
@@ -103,7 +102,7 @@ class Handle:
         return [(key, *key, consumers) for key, consumers in views.items()]
 
     def _whole(self) -> TensorMeta:
-        """The storage as one dense tensor, in the most telling shape known."""
+        """The storage as one dense tensor: in the shape of a reader or of its base if one fills it, else in rows."""
         base = self.base
         for view in [c.view for c in self.consumers] + ([base] if base is not None else []):
             if view.numel == self.numel and layout_of(view.shape, view.stride).dense:
@@ -156,7 +155,7 @@ class Reference:
         self.lossless = lossless
         self.twin = twin
 
-    def small(self, part: Part) -> Tensor | None:
+    def block_means(self, part: Part) -> Tensor | None:
         """The block means alone, if they are what is stored and a twin reads them."""
         packed = part.values if self.twin else None
         if not isinstance(packed, Packed) or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
@@ -187,7 +186,7 @@ class Rebuilt:
         self.meta = meta
 
     def decode(self, support: Tensor | None) -> Tensor:
-        """Rebuild; ``support`` says where a rectified tensor is zero."""
+        """The values, made again; ``support`` tells where a rectified tensor is above zero."""
         origin, (shape, stride, dtype) = self.origin, self.meta
         values = origin.rebuild(*[_fresh(s) if isinstance(s, Reference) else s for s in origin.sources])
         flat = values.to(dtype).as_strided((self.meta.numel,), (1,))
@@ -200,7 +199,7 @@ class Rebuilt:
 
 
 def _fresh(reference: Reference) -> Tensor:
-    """The stored tensor, as one that may be changed: never kept for another reader, who may want it as it was."""
+    """The stored tensor in memory that may be changed, because no other reader gets the same memory."""
     handle = reference.handle
     if handle.raw is not None:
         return reference.read(handle.raw).clone()
@@ -231,7 +230,7 @@ class Recast:
         self.dtype = dtype
 
     def unpack(self) -> Tensor:
-        """Cast again."""
+        """The copy, cast again."""
         parameter = self.parameter
         changed = capture.version_of(parameter) != self.version
         if changed or (capture.has_data(parameter) and capture.fingerprint(parameter) != self.fingerprint):
@@ -263,7 +262,7 @@ class Shape:
 
 
 def changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
-    """What autograd itself says of such a tensor."""
+    """The error that autograd itself raises for such a tensor."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a saved tensor of shape {tuple(shape)} changed after the forward that saved it"
@@ -271,7 +270,7 @@ def changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
 
 
 def masks(consumer: Consumer, meta: TensorMeta) -> bool:
-    """Only a mask of the very tensor tells where it is zero, and only a rectified one has no other values."""
+    """Does this consumer's mask tell where the tensor is zero? It must be of the very tensor, and that rectified."""
     return consumer.rectified and consumer.lossless == MASK and consumer.view.numel == meta.numel
 
 
@@ -283,14 +282,14 @@ def cut(raw: Tensor, meta: TensorMeta, offset: int) -> Tensor:
 
 
 def roots_of(handle: Handle) -> list[Handle]:
-    """The handles whose noise is in this one's values."""
+    """The handles of the stored tensors whose noise is in the values of this one."""
     if handle.origin is None:
         return [handle]
     return [root for s in handle.origin.sources if isinstance(s, Reference) for root in roots_of(s.handle)]
 
 
 def _is_exact(handle: Handle) -> bool:
-    """Are the values, or some they are rebuilt from, not packed yet?"""
+    """Are the values, or some that they are rebuilt from, still raw?"""
     part = handle.parts.get(None)
     values = None if part is None else part.values
     if not isinstance(values, Rebuilt):
@@ -299,18 +298,18 @@ def _is_exact(handle: Handle) -> bool:
 
 
 def need_of(origin: Origin) -> Need:
-    """The least of what its sources are kept for: what is rebuilt is no better than they are."""
+    """The least need for which a source is kept, because what is rebuilt is no better than its sources."""
     stored = [s.handle for s in origin.sources if isinstance(s, Reference)]
     return min(max(c.need for c in handle.consumers) for handle in stored)
 
 
 def sites_of(origin: Origin) -> tuple[Site, ...]:
-    """The first sites of the stored tensors it is rebuilt from."""
+    """The first site of each stored tensor that it is rebuilt from."""
     return tuple(s.handle.consumers[0].site for s in origin.sources if isinstance(s, Reference))
 
 
 def rebuilder(origin: Origin | None, tensor: Tensor, meta: TensorMeta) -> Callable[[], Tensor] | None:
-    """Makes the tensor again from its sources as they are stored, as backward would."""
+    """A function that makes the tensor again from its sources as they are stored, as backward would."""
     if origin is None or any(_is_exact(s.handle) for s in origin.sources if isinstance(s, Reference)):
         return None  # as long as a source is exact, rebuilding from it tells nothing of its noise
     made = origin
@@ -323,5 +322,5 @@ def rebuilder(origin: Origin | None, tensor: Tensor, meta: TensorMeta) -> Callab
 
 
 def described(origin: Origin) -> str:
-    """In words."""
+    """The origin in words."""
     return f"{origin.op} of {' and '.join(map(str, sites_of(origin)))}"

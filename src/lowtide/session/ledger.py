@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..codecs import ShapeOnly, TensorMeta
@@ -107,7 +106,7 @@ class Ledger:
         """A tensor without a plain storage of its own: sparse, nested, or of a subclass."""
         kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.layout)
         meta = TensorMeta(tuple(tensor.shape), (), tensor.dtype)
-        parts = strided(tensor)
+        parts = capture.strided_parts(tensor)
         values = parts[0].untyped_storage() if len(parts) > 1 and capture.has_storage(parts[0]) else None
         known = None if values is None else self.known(values)
         if known is not None:
@@ -127,20 +126,6 @@ class Ledger:
         """Places off the device, and the bytes there."""
         for place in dict.fromkeys(row.place for row in self.rows if row.place):
             yield place, sum(row.away for row in self.rows if row.place == place)
-
-
-def strided(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold what a sparse one holds, its values first; the tensor itself if it is not sparse."""
-    if tensor.layout is torch.strided:
-        return [tensor]
-    tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._values(), tensor._indices()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
-    return [tensor]
 
 
 def _nbytes(tensor: Tensor) -> int:

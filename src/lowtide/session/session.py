@@ -47,7 +47,7 @@ from .handles import (
     roots_of,
     sites_of,
 )
-from .ledger import SHAPE_ONLY, Ledger, Row, strided
+from .ledger import SHAPE_ONLY, Ledger, Row
 from .memory import recall
 from .noise import forward_noise, key_of
 from .offload import Moved, send
@@ -124,7 +124,7 @@ class Session:
                 stacklevel=3,
             )
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        parts = [part for t in tensors for part in strided(t)]
+        parts = [part for t in tensors for part in capture.strided_parts(t)]
         storages = [capture.storage_of(t) for t in parts if capture.has_storage(t)]
         self._static = {capture.storage_id(s): weakref.ref(s) for s in storages if s is not None}
         self._ledger.clear()
@@ -261,7 +261,7 @@ class Session:
 
     def _keep_odd(self, site: Site, tensor: Tensor) -> None:
         """Note a tensor without a plain storage of its own; one of the model's own sparse ones costs nothing."""
-        values = strided(tensor)[0]
+        values = capture.strided_parts(tensor)[0]
         storage = None if values is tensor or not capture.has_storage(values) else values.untyped_storage()
         if storage is None or not self._is_static(capture.storage_id(storage), storage):
             self._ledger.add_odd(site, tensor)
@@ -548,9 +548,9 @@ class Session:
             return reference.read(raw)
         part = handle.parts.get(None)
         if reference.twin:
-            small = reference.small(part or handle.parts[(reference.meta, reference.offset)])
-            if small is not None:
-                return small
+            means = reference.block_means(part or handle.parts[(reference.meta, reference.offset)])
+            if means is not None:
+                return means
         if part is not None:
             lossless = reference.lossless
             whole = self._decode(handle, part) if lossless is None else part.packs[lossless].decode()
@@ -753,7 +753,7 @@ OPENER = "opens_lowtide_session"
 
 def attached(model: nn.Module) -> bool:
     """Is any module of ``model`` attached?"""
-    return any(getattr(h, OPENER, False) for m in model.modules() for h in m._forward_pre_hooks.values())
+    return any(getattr(h, OPENER, False) for m in model.modules() for h in capture.pre_hooks(m))
 
 
 def new_session(

@@ -494,8 +494,6 @@ _MIDPOINTS = 1000
 
 # ---------------------------------------------------------------- SGD's own noise
 
-_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
-
 
 def _sgd_noise(model: nn.Module, batch: Any, loss: LossFn, exact: Mapping[str, Tensor]) -> dict[str, float] | str:
     """SGD's noise by parameter, for the whole gradient under ""; or why it cannot be known.
@@ -531,7 +529,7 @@ def _sgd_noise(model: nn.Module, batch: Any, loss: LossFn, exact: Mapping[str, T
         return _ratio(scale**2 * variance / shrink, float(p[-1, -1]))
 
     off = _ratio(scale**2 * mean - 2 * scale * along + square, square)
-    normed = any(isinstance(m, _BATCH_NORMS) and (m.training or m.running_mean is None) for m in model.modules())
+    normed = any(isinstance(m, capture.BATCH_NORMS) and (m.training or m.running_mean is None) for m in model.modules())
     limit = 2.0 if any(probe.random for probe in probes) and not normed else 0.5
     if off > max(limit * noise(whole), _SUMS):
         cause = "batch norms see fewer samples in a slice" if normed else "the loss couples samples"

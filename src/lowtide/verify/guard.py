@@ -517,7 +517,7 @@ def _norms_see_enough(model: nn.Module) -> Iterator[None]:
         if module.training and values < _LEAST_VALUES:
             raise NotDivisible(f"a batch norm would see {values} values of a channel, {_LEAST_VALUES} are needed")
 
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [m for m in model.modules() if isinstance(m, capture.BATCH_NORMS)]
     hooks = [norm.register_forward_pre_hook(look) for norm in norms]
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowtide import kernels
-from lowtide.kernels import cpu, layout, ops, reference
+from lowtide.kernels import backends, cpu, layout, ops, reference
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = [1, 2, 3, 5, 7, 8, 13, 64, 97, 255, 256, 257, 1000, 1021, 4096, 4097]
@@ -415,6 +417,78 @@ def test_means_that_are_not_finite(dtype: torch.dtype) -> None:
     assert torch.equal(ops.block_means(x, (1, 1, 1, 10, 1), 1, torch.bfloat16).isnan(), beyond)
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_codes_in_blocks_whose_mean_is_not_finite(dtype: torch.dtype, bits: int) -> None:
+    """Rows of maps are groups of two blocks; in the first block, whose mean is not finite, no value sets a range."""
+    odd = [NAN, INF, -INF] + ([-3e38] if dtype != torch.float16 else [])
+    maps = sample(len(odd) * 256, torch.float32).view(-1, 16, 16).abs()
+    maps[:, :8, :8] *= -1.0
+    for n, value in enumerate(odd):
+        maps[n, 0, : 8 if value == -3e38 else 1] = value
+    x, geometry = maps.to(dtype).view(-1), (len(odd), 1, 16, 16, 1)
+    for levels in (None, levels_of(bits)) if bits <= 4 else (None,):
+        for block in (8, 2):
+            check_blocks(x, geometry, block, x.numel(), 16, bits, levels)
+            check_blocks(x, geometry, block, 256, 7, bits, levels)
+        low, codes, side = ops.quantize_blocks(x, geometry, 8, 256, 16, bits, 77, True, levels)
+        assert not low.view(-1, 4)[:, 0].isfinite().any()
+        found = reference._unpack(codes.view(len(x) // 16, -1), 16, bits).view(-1, 16, 16)
+        assert found[:, 1:8, :8].count_nonzero() == 0
+        assert found[:, 1:8, 8:].count_nonzero() > 0
+        assert (side.view(-1, 16, 2)[:, 1:8] != torch.tensor([0x7FC0, 0])).any(-1).all()  # these groups are not NaN
+
+
+DRAWS = 4096  # times that a value is encoded below, each with noise of its own
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, 1000.0])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_mean_of_what_is_decoded(dtype: torch.dtype, bits: int, offset: float) -> None:
+    """Random rounding has the right mean in float32; decoding to 16 bits adds the error of rounding the two neighbours.
+
+    So the mean is known from the levels of a group, before and after they are rounded, and it is off by at most
+    half a unit in the last place of the largest. Six standard deviations of a mean are allowed, of values whose
+    variance is at most a quarter of the squared distance of their neighbours.
+    """
+    x = (offset + sample(256, torch.float32)).to(dtype)
+    many = x.repeat(DRAWS)
+    for levels in (None, levels_of(bits)) if bits <= 4 else (None,):
+        codes, side = ops.quantize_groups(many, 256, 256, bits, 5, False, levels)
+        mean = ops.dequantize_groups(codes, side, many.numel(), 256, 256, bits, dtype, None, levels)
+        mean = mean.view(DRAWS, 256).double().mean(0)
+        low, step = (side[:2].to(torch.int32) << 16).view(torch.float32)
+        exact = low + (torch.arange(2.0**bits) if levels is None else levels) * step
+        rounded, exact = exact.to(dtype).double(), exact.double()
+        above = torch.searchsorted(exact, x.double(), right=True).clamp(1, 2**bits - 1)
+        share = (x.double() - exact[above - 1]) / (exact[above] - exact[above - 1])
+        gap = rounded[above] - rounded[above - 1]
+        predicted = rounded[above - 1] + share * gap
+        noise = 6 * 0.5 * gap.max() / DRAWS**0.5
+        grid = float(exact.abs().max()) * 2.0**-20  # of sums in float32, and of the random numbers
+        assert bool(((mean - predicted).abs() <= noise + grid).all()), levels
+        ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(float(rounded.abs().max())))
+        assert bool(((predicted - x.double()).abs() <= ulp / 2 + grid).all()), levels
+        if dtype != torch.float32 and offset == 1000.0 and bits == 2:
+            assert bool(((predicted - x.double()).abs() > ulp / 8).any())  # there is such an error
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, 1000.0])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_mean_of_decoded_blocks(dtype: torch.dtype, offset: float) -> None:
+    """As above; neighbours are at most a step apart before they are rounded, and half a unit each moves them."""
+    x = (offset + sample(256, torch.float32)).to(dtype)
+    many, geometry = x.repeat(DRAWS), (DRAWS, 1, 16, 16, 1)
+    parts = ops.quantize_blocks(many, geometry, 8, 256, 256, 4, 5, False)
+    back = ops.dequantize_blocks(*parts, geometry, 8, 256, 256, 4, dtype, None).view(DRAWS, 256).double()
+    step = float((parts[2][1:2].to(torch.int32) << 16).view(torch.float32))
+    ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(float(back.abs().max())))
+    noise = 6 * 0.5 * (step + ulp) / DRAWS**0.5
+    error, grid = (back.mean(0) - x.double()).abs(), float(back.abs().max()) * 2.0**-20
+    assert bool((error <= ulp / 2 + noise + grid).all())
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_large_blocks(threads: int, dtype: torch.dtype) -> None:
     for geometry in ((64, 1, 56, 56, 1), (5, 1, 40, 31, 33), (2, 1, 1, 997, 64), (3, 12, 50, 50, 1)):
@@ -640,6 +714,27 @@ def test_every_operator_is_compiled() -> None:
     assert int(none) == 0
     assert called == set(ops.SCHEMAS), "call a new operator here"
     assert kernels.status() == dict.fromkeys(ops.SCHEMAS, "numba")
+
+
+def test_served_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(kernels.status("cuda").values()) == {"reference: no fast kernels for cuda"}
+    assert set(kernels.status(torch.device("meta")).values()) == {"shapes only"}
+    assert kernels.status("cpu") == kernels.status()
+    monkeypatch.setattr(backends, "_called", set())
+    monkeypatch.setattr(backends, "_fallbacks", set())
+    assert kernels.served() == {}
+    x = sample(64, torch.float32)
+    ops.range_energy(x, 64, 8, False)
+    ops.pack_band(x, 0.0, 1.0, True, False)
+    ops.pack_band(x[:0], 0.0, 1.0, True, False)
+    assert kernels.served() == {"cpu": {"pack_band": "numba", "range_energy": "numba"}}
+    ops.pack_band(x.double(), 0.0, 1.0, True, False)
+    assert kernels.served() == {"cpu": {"pack_band": "numba and reference", "range_energy": "numba"}}
+    ops.range_energy(x.to("meta"), 64, 8, False)
+    assert set(kernels.served()) == {"cpu"}
+    monkeypatch.setattr(reference, "range_energy", lambda x: "ran")  # no other device is at hand
+    assert backends._reference("range_energy")(SimpleNamespace(device=torch.device("xpu"))) == "ran"
+    assert kernels.served()["xpu"] == {"range_energy": "reference: no fast kernels for xpu"}
 
 
 def test_empty() -> None:
@@ -872,6 +967,7 @@ def test_kernel_that_does_not_compile() -> None:
 def test_reference_on_request() -> None:
     run(
         "check(); assert 'numba' not in sys.modules\n"
+        "assert kernels.served() == {'cpu': {'quantize_groups': 'reference: LOWTIDE_KERNELS=reference'}}\n"
         "assert set(kernels.status().values()) == {'reference: LOWTIDE_KERNELS=reference'}",
         LOWTIDE_KERNELS="reference",
     )

@@ -119,8 +119,8 @@ def private_names(tree: ast.AST, own: set[str]) -> set[str]:
 
 
 def own_names(trees: list[ast.AST]) -> set[str]:
-    """The attributes that lowtide's classes define, and what every named tuple has."""
-    own = {"_asdict", "_replace", "_fields", "_make"}
+    """The attributes that lowtide's classes define, what every named tuple has, and ``os._exit``."""
+    own = {"_asdict", "_replace", "_fields", "_make", "_exit"}
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.ClassDef):
             own |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}

@@ -1,5 +1,5 @@
 """Kernels: ``ops`` is the switch, ``reference`` the definition, ``cpu`` and ``compiled`` the fast form."""
 
-from .backends import prepare, status
+from .backends import prepare, served, status
 
-__all__ = ["prepare", "status"]
+__all__ = ["prepare", "served", "status"]

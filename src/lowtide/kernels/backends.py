@@ -6,9 +6,12 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from . import reference
 
-__all__ = ["prepare", "register", "status"]
+__all__ = ["note_fallback", "prepare", "register", "served", "status"]
 
 PROCESS = os.getpid()  # a child forked from it must not use the threads it had
 _LAZY = "numba (not compiled yet)"
@@ -16,17 +19,47 @@ _LAZY = "numba (not compiled yet)"
 # Filled in once per operator: by ``register``, then by the first call.
 _functions: dict[str, Callable[..., Any]] = {}
 _status: dict[str, str] = {}
+# Pairs of a device type and an operator: what was called, and what the compiled kernels left to the reference.
+_called: set[tuple[str, str]] = set()
+_fallbacks: set[tuple[str, str]] = set()
 
 
-def status() -> dict[str, str]:
-    """What serves each operator on the CPU: "numba", "numba (not compiled yet)" or "reference: <reason>"."""
-    return dict(_status)
+def status(device: torch.device | str = "cpu") -> dict[str, str]:
+    """What serves each operator on a device.
+
+    On the CPU "numba", "numba (not compiled yet)" or "reference: <reason>"; on meta tensors "shapes only"; on other
+    devices "reference: no fast kernels for <device type>".
+    """
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return dict(_status)
+    return dict.fromkeys(_status, "shapes only" if kind == "meta" else f"reference: no fast kernels for {kind}")
+
+
+def served() -> dict[str, dict[str, str]]:
+    """What has served each operator called so far in this process, by device type.
+
+    The texts are those of :func:`status`. Where a compiled kernel left some calls to the reference, because it does not
+    know their types or shapes, " and reference" follows.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for kind, name in sorted(_called):
+        also = " and reference" if (kind, name) in _fallbacks else ""
+        found.setdefault(kind, {})[name] = status(kind)[name] + also
+    return found
+
+
+def note_fallback(name: str) -> None:
+    """Notes that a compiled kernel left a call on the CPU to the reference."""
+    if ("cpu", name) not in _fallbacks:
+        _fallbacks.add(("cpu", name))
 
 
 def register(library: Any, names: Iterable[str]) -> None:
-    """Puts the compiled kernels before the reference on the CPU; Numba is imported on the first call."""
+    """The reference serves every device; on the CPU compiled kernels go first, which import Numba when called."""
     forced = os.environ.get("LOWTIDE_KERNELS") == "reference"
     for name in names:
+        library.impl(name, _reference(name), "CompositeExplicitAutograd")
         _status[name] = "reference: LOWTIDE_KERNELS=reference" if forced else _LAZY
         if not forced:
             library.impl(name, _lazy(name), "CPU")
@@ -39,8 +72,24 @@ def prepare() -> None:
             _load(name)
 
 
+def _reference(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(reference, name)
+
+    def call(first: Tensor, *arguments: Any) -> Any:
+        key = (first.device.type, name)
+        if key not in _called:
+            _called.add(key)
+        return function(first, *arguments)
+
+    return call
+
+
 def _lazy(name: str) -> Callable[..., Any]:
+    key = ("cpu", name)
+
     def call(*arguments: Any) -> Any:
+        if key not in _called:
+            _called.add(key)
         return (_functions.get(name) or _load(name))(*arguments)
 
     return call

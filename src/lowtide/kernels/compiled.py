@@ -39,7 +39,7 @@ _GOLDEN, _DITHER = np.uint32(0x9E3779B9), np.uint32(0x5BD1E995)
 _MIX1, _MIX2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _S16, _S15 = np.uint32(16), np.uint32(15)
 _ZERO, _ONE, _ULP = np.float32(0.0), np.float32(1.0), np.float32(2.0**-24)
-_NAN = np.float32(np.nan)
+_NAN, _MINUS_INF = np.float32(np.nan), np.float32(-np.inf)
 _SMALLEST_STEP = np.float32(2.0**-126)
 _SPREAD_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1: their bits, in the top byte
 
@@ -968,6 +968,12 @@ def _lane_add(typing: Any, address: Any, rows: Any, stride: Any, value: Any, tar
     return types.void(types.int64, rows, types.int64, types.float32, types.int64), generate
 
 
+@_inline
+def _minus_mean(word: Any) -> Any:
+    """What makes a value the difference to a bfloat16 mean: -Inf if that is not finite."""
+    return _MINUS_INF if U32(word) & 0x7F80 == 0x7F80 else -_widen(word, BFLOAT16)
+
+
 @_plain
 def _split(x: int, n: int, line: int, depth: int, width: int, low: int, residual: int, scratch: int, most: int) -> None:
     """Means of blocks of eight by eight, and the differences to them, of ``n`` values in whole slabs.
@@ -1005,7 +1011,7 @@ def _split(x: int, n: int, line: int, depth: int, width: int, low: int, residual
             total += s[8 * b + k]
         word = _narrow(total / c[b], BFLOAT16)
         words[b] = word
-        m[b] = -_widen(word, BFLOAT16)
+        m[b] = _minus_mean(word)
     at, line, blocks = x, first, 0
     while at < end:
         lines = min(8, depth - line)
@@ -1312,7 +1318,7 @@ def _split_any(x: int, n: int, line: int, slabs: Slabs, scratch: int, low: int, 
         _slab_means(x, lines, slabs, sums, means)
         _narrow_run(means, low, per_slab, BFLOAT16)
         for c in range(per_slab):
-            m[c] = -_widen(_narrow(m[c], BFLOAT16), BFLOAT16)
+            m[c] = _minus_mean(_narrow(m[c], BFLOAT16))
         _slab_add(x, lines, slabs, means, residual)
         x, residual = x + 4 * lines * length, residual + 4 * lines * length
         low, line = low + 2 * per_slab, _next(line, lines, depth)

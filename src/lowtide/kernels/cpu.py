@@ -17,13 +17,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from . import compiled, layout, reference
-from .backends import PROCESS
+from .backends import PROCESS, note_fallback
 from .compiled import KERNELS, team
 from .layout import BATCH, BFLOAT16, BOOL, E4M3, E5M2, FLOAT16, FLOAT32, TILE, Launch, Progress, Slabs
 from .reference import groups_in_row, low_shape, row_bytes
@@ -33,6 +33,8 @@ caching: Any = import_module("numba.core.caching")
 ccallback: Any = import_module("numba.core.ccallback")
 event: Any = import_module("numba.core.event")
 sigutils: Any = import_module("numba.core.sigutils")
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 KINDS8 = {getattr(torch, n, None): k for n, k in (("float8_e4m3fn", E4M3), ("float8_e5m2", E5M2))}
@@ -246,6 +248,12 @@ def _bytes(division: Callable[..., Any], *sizes: Any) -> int:
 # Kernels trust their parameters. What does not add up here goes to the reference, which raises what torch would.
 
 
+def _fall_back(function: F, first: Tensor) -> F:
+    if first.numel():  # who serves an empty tensor is no news
+        note_fallback(function.__name__)
+    return function
+
+
 def _is(tensor: Tensor, dtype: torch.dtype, numel: int) -> bool:
     return tensor.dtype == dtype and tensor.numel() == numel and tensor.is_contiguous()
 
@@ -312,7 +320,7 @@ def quantize_groups(
         or (levels is not None and table is None)
         or (mask is not None and not _fillable(mask, positive, numel))
     ):
-        return reference.quantize_groups(x, row, group, bits, key, positive, levels, mask)
+        return _fall_back(reference.quantize_groups, x)(x, row, group, bits, key, positive, levels, mask)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
@@ -353,7 +361,9 @@ def dequantize_groups(
         or not _packed(codes, side, support, numel, sizes)
         or (levels is not None and table is None)
     ):
-        return reference.dequantize_groups(codes, side, numel, row, group, bits, dtype, support, levels)
+        return _fall_back(reference.dequantize_groups, codes)(
+            codes, side, numel, row, group, bits, dtype, support, levels
+        )
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
     record = layout.DequantizeGroups(
@@ -395,7 +405,7 @@ def quantize_samples(
         or not x.is_contiguous()
         or (mask is not None and not _fillable(mask, positive, numel))
     ):
-        return reference.quantize_samples(x, bits, group, key, positive, mask)
+        return _fall_back(reference.quantize_samples, x)(x, bits, group, key, positive, mask)
     row, groups, size = sizes
     codes = torch.empty(size, dtype=torch.uint8)
     side = torch.empty(2 * groups, dtype=torch.int16)
@@ -423,7 +433,7 @@ def dequantize_samples(
     """See the reference."""
     kind, sizes = KINDS.get(dtype), _sample_sizes(numel, bits, group)
     if kind is None or sizes is None or not _packed(codes, side, support, numel, sizes[1:]):
-        return reference.dequantize_samples(codes, side, bits, numel, group, dtype, support)
+        return _fall_back(reference.dequantize_samples, codes)(codes, side, bits, numel, group, dtype, support)
     row, groups, _ = sizes
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
@@ -445,7 +455,7 @@ def range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
     if kind is None or _sizes(numel, row, group, 1) is None or not x.is_contiguous():
-        return reference.range_energy(x, row, group, positive)
+        return _fall_back(reference.range_energy, x)(x, row, group, positive)
     out = torch.empty(numel // row, dtype=torch.float32)
     group = min(group, row)
     record = layout.RangeEnergy(x=x.data_ptr(), kind=kind, out=out.data_ptr(), row=row, group=group, positive=positive)
@@ -461,7 +471,7 @@ def cast_groups(
     sizes = _sizes(numel, row, group, 8)
     sound = scale is None or _is(scale, torch.float32, 1)
     if kind is None or kind8 is None or sizes is None or not sound or not x.is_contiguous():
-        return reference.cast_groups(x, row, group, dtype, scale)
+        return _fall_back(reference.cast_groups, x)(x, row, group, dtype, scale)
     out = torch.empty(numel, dtype=dtype)
     scales = torch.empty(sizes[0], dtype=torch.bfloat16) if scale is None else scale.reshape(1).clone()
     group = min(group, row)
@@ -491,7 +501,7 @@ def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: to
         or not values.is_contiguous()
         or not (shared or _is(scale, torch.bfloat16, sizes[0]))
     ):
-        return reference.uncast_groups(values, scale, row, group, dtype)
+        return _fall_back(reference.uncast_groups, values)(values, scale, row, group, dtype)
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
     record = layout.UncastGroups(
@@ -568,7 +578,9 @@ def quantize_blocks(
         or (levels is not None and table is None)
         or (mask is not None and not _fillable(mask, positive, numel))
     ):
-        return reference.quantize_blocks(x, geometry, block, row, group, bits, key, positive, levels, mask)
+        return _fall_back(reference.quantize_blocks, x)(
+            x, geometry, block, row, group, bits, key, positive, levels, mask
+        )
     low = torch.empty(frame.means, dtype=torch.bfloat16)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
@@ -628,7 +640,9 @@ def dequantize_blocks(
         or not _packed(codes, side, support, numel, sizes)
         or (levels is not None and table is None)
     ):
-        return reference.dequantize_blocks(low, codes, side, geometry, block, row, group, bits, dtype, support, levels)
+        return _fall_back(reference.dequantize_blocks, low)(
+            low, codes, side, geometry, block, row, group, bits, dtype, support, levels
+        )
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
     shape = frame.shape
@@ -662,7 +676,7 @@ def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dty
     kind, out_kind = KINDS.get(x.dtype), KINDS.get(dtype)
     frame, numel = _frame(tuple(geometry), block), x.numel()
     if kind is None or out_kind is None or frame is None or not 0 < numel == frame.numel or not x.is_contiguous():
-        return reference.block_means(x, geometry, block, dtype)
+        return _fall_back(reference.block_means, x)(x, geometry, block, dtype)
     out = torch.empty(frame.means, dtype=dtype)
     record = layout.BlockMeans(x.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape)
     _run("block_means", frame.slabs, numel, _bytes(layout.means_scratch, frame.shape), record, _grain(frame.shape))
@@ -673,7 +687,7 @@ def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch
     """See the reference."""
     kind, out_kind, frame = KINDS.get(low.dtype), KINDS.get(dtype), _frame(tuple(geometry), block)
     if kind is None or out_kind is None or frame is None or frame.numel == 0 or not _is(low, low.dtype, frame.means):
-        return reference.spread_blocks(low, geometry, block, dtype)
+        return _fall_back(reference.spread_blocks, low)(low, geometry, block, dtype)
     out = torch.empty(frame.numel, dtype=dtype)
     record = layout.SpreadBlocks(low.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape)
     scratch = _bytes(layout.spread_scratch, frame.shape)
@@ -685,7 +699,7 @@ def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Te
     """See the reference."""
     kind, numel = BOOL if x.dtype == torch.bool else KINDS.get(x.dtype), x.numel()
     if kind is None or numel == 0 or not x.is_contiguous():
-        return reference.pack_band(x, low, high, closed, nan)
+        return _fall_back(reference.pack_band, x)(x, low, high, closed, nan)
     out = torch.empty(-(-numel // 8), dtype=torch.uint8)
     first, last = (0, 0) if kind == BOOL else _band(struct.pack("dd", low, high), closed)
     record = layout.PackBand(
@@ -720,7 +734,7 @@ def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, out
     """See the reference."""
     known = dtype == torch.bool or dtype.is_floating_point
     if not known or numel == 0 or not _is(mask, torch.uint8, -(-numel // 8)):
-        return reference.unpack_band(mask, numel, dtype, inside, outside)
+        return _fall_back(reference.unpack_band, mask)(mask, numel, dtype, inside, outside)
     out = torch.empty(numel, dtype=dtype)
     one, other = (1, 0) if dtype == torch.bool else _words(struct.pack("dd", inside, outside), dtype)
     record = layout.UnpackBand(
@@ -745,7 +759,7 @@ def pack_uints(x: Tensor, offset: int, bits: int) -> Tensor:
     """See the reference."""
     numel = x.numel()
     if x.dtype not in _INTEGERS or bits not in _WIDTHS or numel == 0 or not x.is_contiguous():
-        return reference.pack_uints(x, offset, bits)
+        return _fall_back(reference.pack_uints, x)(x, offset, bits)
     out = torch.empty(-(-numel * bits // 8), dtype=torch.uint8)
     record = layout.PackUints(
         x=x.data_ptr(), item=x.dtype.itemsize, out=out.data_ptr(), numel=numel, offset=offset, bits=bits
@@ -758,7 +772,7 @@ def unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype: torc
     """See the reference."""
     size = -(-numel * bits // 8)
     if dtype not in _INTEGERS or bits not in _WIDTHS or numel == 0 or not _is(packed, torch.uint8, size):
-        return reference.unpack_uints(packed, numel, bits, offset, dtype)
+        return _fall_back(reference.unpack_uints, packed)(packed, numel, bits, offset, dtype)
     out = torch.empty(numel, dtype=dtype)
     record = layout.UnpackUints(
         packed=packed.data_ptr(), out=out.data_ptr(), item=dtype.itemsize, numel=numel, offset=offset, bits=bits
@@ -783,7 +797,7 @@ def pack_taps(x: Tensor, starts: Tensor, inner: int, taps: Tensor, size: int, bi
     numel = x.numel()
     span = int(taps[-1]) + 1 if taps.numel() else 0
     if not _windows(numel, starts, inner, taps, bits) or not _is(x, torch.int64, numel) or not 0 < span <= _MOST_TAPS:
-        return reference.pack_taps(x, starts, inner, taps, size, bits)
+        return _fall_back(reference.pack_taps, x)(x, starts, inner, taps, size, bits)
     numbers = torch.full((span,), -1, dtype=torch.int32)
     numbers[taps] = torch.arange(taps.numel(), dtype=torch.int32)
     out, tiles = torch.empty(-(-numel * bits // 8), dtype=torch.uint8), -(-numel // TILE)
@@ -808,7 +822,7 @@ def pack_taps(x: Tensor, starts: Tensor, inner: int, taps: Tensor, size: int, bi
 def unpack_taps(packed: Tensor, numel: int, starts: Tensor, inner: int, taps: Tensor, bits: int) -> Tensor:
     """See the reference."""
     if not _windows(numel, starts, inner, taps, bits) or not _is(packed, torch.uint8, -(-numel * bits // 8)):
-        return reference.unpack_taps(packed, numel, starts, inner, taps, bits)
+        return _fall_back(reference.unpack_taps, packed)(packed, numel, starts, inner, taps, bits)
     out = torch.empty(numel, dtype=torch.int64)
     table = torch.cat([taps, taps.new_zeros(2**bits - taps.numel())])  # no code points beyond it
     record = layout.UnpackTaps(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
 from .backends import register
 from .reference import group_bytes, groups_in_row, low_shape, row_bytes
 
@@ -70,7 +69,6 @@ SCHEMAS = {
 LIBRARY: Any = torch.library.Library("lowtide", "DEF")  # type: ignore[no-untyped-call]
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema)
-    LIBRARY.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 register(LIBRARY, SCHEMAS)
 
 

@@ -19,6 +19,11 @@ Numbers written once, used by every backend
               leaves no value of the group above the largest code. The sum is taken from ``2**bits`` on, so that the
               code is in the first bits of its mantissa and nothing has to be clamped or converted. Codes of
               values that set no range mean nothing.
+    Decoding. ``low + code * step`` in float32, plus the mean of the block if there is one. A 16-bit type gets the
+              nearest of its values, so there the mean of what is decoded may be off by half a unit in the last
+              place of the largest decoded value of the group; in float32 there is no such error. (Rounding up with
+              the probability that suits the two *rounded* neighbours would remove it, and triple the time of
+              encoding.)
     Levels.   Values between neighbours that need not be even. With ``L`` in units of the step (from 0 to
               ``2**bits - 1``) the sum of ``clamp((s - L[i]) * (1 / (L[i + 1] - L[i])), 0, 1)`` over ``i`` in order
               takes the place of ``s = (x - low) * inverse``, and ``L[code]`` that of the code: unbiased again.
@@ -310,7 +315,7 @@ def dequantize_groups(
     support: Tensor | None,
     levels: Tensor | None = None,
 ) -> Tensor:
-    """The flat tensor again; values whose bit in ``support`` is 0 are exactly zero."""
+    """The flat tensor again, rounded once to ``dtype``; values whose bit in ``support`` is 0 are exactly zero."""
     _check_levels(levels, bits)
     out = codes.new_empty(numel, dtype=dtype)
     if numel == 0:
@@ -558,7 +563,11 @@ def quantize_blocks(
     levels: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Block means in bfloat16 and the quantized difference to those *rounded* means; ``mask`` as for groups."""
+    """Block means in bfloat16 and the quantized difference to those *rounded* means; ``mask`` as for groups.
+
+    In a block whose mean is not finite all differences are -Inf: a group that takes its range from one of them is NaN,
+    and in other groups, where they set no range, their codes are 0.
+    """
     _fill_mask(x, positive, mask)
     outer, s1, s2, s3, inner = _geometry(geometry)
     low = _means(x, geometry, block, torch.bfloat16)
@@ -571,6 +580,7 @@ def quantize_blocks(
     step = max(1, _CHUNK // max(1, s1 * s2 * s3 * inner))
     for o in range(0, outer, step):
         spread = _spread(low5[o : o + step], geometry, block).to(torch.float32)
+        spread = spread.masked_fill_(~spread.isfinite(), torch.inf)
         r5[o : o + step] = x5[o : o + step].to(torch.float32) - spread
     codes, side = _quantize(x, residual, row, group, bits, key, positive, levels)
     return low, codes, side
@@ -589,7 +599,7 @@ def dequantize_blocks(
     support: Tensor | None,
     levels: Tensor | None = None,
 ) -> Tensor:
-    """Block means plus decoded difference, rounded once to ``dtype``."""
+    """Block means plus decoded difference, rounded once to ``dtype``: see *Decoding* above."""
     outer, s1, s2, s3, inner = _geometry(geometry)
     numel = outer * s1 * s2 * s3 * inner
     residual = dequantize_groups(codes, side, numel, row, group, bits, torch.float32, None, levels)

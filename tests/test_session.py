@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import threading
 import weakref
 
@@ -971,8 +972,6 @@ def test_without_foreign_hook_names_checkpoint_is_still_left_alone(monkeypatch):
 
 
 def test_report_reads_as_text_and_json():
-    import json
-
     model = net()
     with lowtide.compress(model, "actnn", min_numel=0) as session:
         loss = model(torch.randn(64, 32)).sum()
@@ -992,7 +991,19 @@ def test_report_reads_as_text_and_json():
 def test_report_names_kernels_that_fell_back(monkeypatch):
     from lowtide import kernels
 
-    monkeypatch.setattr(kernels, "status", lambda: {"pack_band": "reference: no module", "pack_uints": "numba"})
+    ran = {"cpu": {"pack_band": "reference: no module", "pack_uints": "numba"}, "meta": {"pack_band": "shapes only"}}
+    ran["xpu"] = {"pack_uints": "reference: no fast kernels for xpu"}
+    monkeypatch.setattr(kernels, "served", lambda: ran)
     with lowtide.compress(net(), "actnn") as session:
         pass
-    assert session.report().notes == ("slow reference kernels served for pack_band (reference: no module)",)
+    assert session.report().notes == (
+        "slow reference kernels ran on cpu for pack_band (reference: no module)",
+        "slow reference kernels ran on xpu for pack_uints (reference: no fast kernels for xpu)",
+    )
+    assert json.loads(session.report().to_json())["kernels"] == ran
+
+
+def test_report_tells_which_kernels_ran():
+    with lowtide.compress(net(), "actnn", min_numel=0) as session:
+        net()(torch.randn(64, 32)).sum()
+    assert session.report().kernels["cpu"]["quantize_groups"] == "numba"

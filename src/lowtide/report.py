@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .graph.capture import Site
@@ -53,6 +53,8 @@ class Report:
     method: str
     sites: tuple[SiteReport, ...]
     notes: tuple[str, ...] = ()
+    kernels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By device type and operator, what has served the calls of this process so far (see ``kernels.served``)."""
 
     @property
     def plain_nbytes(self) -> int:
@@ -106,6 +108,7 @@ class Report:
             "stored_nbytes": self.stored_nbytes,
             "held_nbytes": self.held_nbytes,
             "notes": list(self.notes),
+            "kernels": {device: dict(operators) for device, operators in self.kernels.items()},
             "modules": [asdict(m) for m in self.by_module()],
             "sites": [{**asdict(s), "site": s.site._asdict()} for s in self.sites],
         }

@@ -736,15 +736,18 @@ class Session:
             notes.append(
                 "tensors without data: bytes are those of a real run, if every tensor has the values its rule expects"
             )
-        slow = {name: state for name, state in kernels.status().items() if not state.startswith("numba")}
         if self.tuner_seconds:
             notes.append(f"deciding and measuring took {1e3 * self.tuner_seconds:.1f} ms since the session began")
-        if slow:
-            notes.append(f"slow reference kernels served for {', '.join(slow)} ({next(iter(slow.values()))})")
+        ran = kernels.served()
+        for device, operators in ran.items():
+            slow = {name: by for name, by in operators.items() if by.startswith("reference")}
+            if slow:
+                reason = next(iter(slow.values()))
+                notes.append(f"slow reference kernels ran on {device} for {', '.join(slow)} ({reason})")
         for place, nbytes in self._ledger.away():
             notes.append(f"{size(nbytes)} of packed values are {place}, not on the device, and not counted as stored")
         notes += self.method.notes(self.plan())
-        return Report(str(self.method), self._ledger.finished(), tuple(notes))
+        return Report(str(self.method), self._ledger.finished(), tuple(notes), ran)
 
 
 OPENER = "opens_lowtide_session"

@@ -720,8 +720,8 @@ def test_served_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(kernels.status("cuda").values()) == {"reference: no fast kernels for cuda"}
     assert set(kernels.status(torch.device("meta")).values()) == {"shapes only"}
     assert kernels.status("cpu") == kernels.status()
-    monkeypatch.setattr(backends, "_called", set())
-    monkeypatch.setattr(backends, "_fallbacks", set())
+    for name, empty in (("_functions", {}), ("_referred", set()), ("_fallbacks", set())):
+        monkeypatch.setattr(backends, name, empty)
     assert kernels.served() == {}
     x = sample(64, torch.float32)
     ops.range_energy(x, 64, 8, False)

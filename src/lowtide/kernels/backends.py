@@ -16,12 +16,13 @@ __all__ = ["note_fallback", "prepare", "register", "served", "status"]
 PROCESS = os.getpid()  # a child forked from it must not use the threads it had
 _LAZY = "numba (not compiled yet)"
 
-# Filled in once per operator: by ``register``, then by the first call.
-_functions: dict[str, Callable[..., Any]] = {}
+# Filled in once per operator: by ``register``, then when it is compiled, then by the first call.
 _status: dict[str, str] = {}
-# Pairs of a device type and an operator: what was called, and what the compiled kernels left to the reference.
-_called: set[tuple[str, str]] = set()
-_fallbacks: set[tuple[str, str]] = set()
+_compiled: dict[str, Callable[..., Any]] = {}
+_functions: dict[str, Callable[..., Any]] = {}
+# The reference was called for these device types and operators, and for these by a compiled kernel.
+_referred: set[tuple[str, str]] = set()
+_fallbacks: set[str] = set()
 
 
 def status(device: torch.device | str = "cpu") -> dict[str, str]:
@@ -43,16 +44,15 @@ def served() -> dict[str, dict[str, str]]:
     know their types or shapes, " and reference" follows.
     """
     found: dict[str, dict[str, str]] = {}
-    for kind, name in sorted(_called):
-        also = " and reference" if (kind, name) in _fallbacks else ""
+    for kind, name in sorted({("cpu", name) for name in _functions} | _referred):
+        also = " and reference" if kind == "cpu" and name in _fallbacks else ""
         found.setdefault(kind, {})[name] = status(kind)[name] + also
     return found
 
 
 def note_fallback(name: str) -> None:
     """Notes that a compiled kernel left a call on the CPU to the reference."""
-    if ("cpu", name) not in _fallbacks:
-        _fallbacks.add(("cpu", name))
+    _fallbacks.add(name)
 
 
 def register(library: Any, names: Iterable[str]) -> None:
@@ -67,8 +67,8 @@ def register(library: Any, names: Iterable[str]) -> None:
 
 def prepare() -> None:
     """Compiles, or loads from the cache, what no call has needed yet."""
-    for name, served in status().items():
-        if served == _LAZY:
+    for name, now in status().items():
+        if now == _LAZY:
             _load(name)
 
 
@@ -76,23 +76,22 @@ def _reference(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(reference, name)
 
     def call(first: Tensor, *arguments: Any) -> Any:
-        key = (first.device.type, name)
-        if key not in _called:
-            _called.add(key)
+        _referred.add((first.device.type, name))
         return function(first, *arguments)
 
     return call
 
 
 def _lazy(name: str) -> Callable[..., Any]:
-    key = ("cpu", name)
-
     def call(*arguments: Any) -> Any:
-        if key not in _called:
-            _called.add(key)
-        return (_functions.get(name) or _load(name))(*arguments)
+        return (_functions.get(name) or _first_call(name))(*arguments)
 
     return call
+
+
+def _first_call(name: str) -> Callable[..., Any]:
+    _functions[name] = _compiled.get(name) or _load(name)
+    return _functions[name]
 
 
 def _load(name: str) -> Callable[..., Any]:
@@ -101,10 +100,10 @@ def _load(name: str) -> Callable[..., Any]:
 
         cpu.compile(name)
         function: Callable[..., Any] = getattr(cpu, name)
-        served = "numba"
+        text = "numba"
     except Exception as error:  # a missing Numba, or whatever its compiler raises: slower, never fatal
         reason = str(error).strip().partition("\n")[0]
         function = getattr(reference, name)
-        served = f"reference: {type(error).__name__}: {reason}"
-    _functions[name], _status[name] = function, served
+        text = f"reference: {type(error).__name__}: {reason}"
+    _compiled[name], _status[name] = function, text
     return function

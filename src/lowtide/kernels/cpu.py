@@ -64,7 +64,7 @@ class _OpenMP:
             return
 
 
-_SERIES, _WORD = "void(int64, int64, int64, int64)", "void(int64)"
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 def _sources() -> str:
@@ -106,8 +106,6 @@ class _Function(ccallback.CFunc):  # type: ignore[misc]
         except OSError:  # the place of the cache cannot be read or written
             self._cache = caching.NullCache()
             super().compile()
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-        self.call = kind(self.address)
 
 
 class _Compiled:
@@ -126,13 +124,15 @@ class _Compiled:
     def kernel(self, name: str) -> Any:
         with self.compiling:
             if name not in self.kernels:
-                self.kernels[name] = self.build(KERNELS[name], _SERIES, error_model="numpy")
+                made = self.build(KERNELS[name], "void(int64, int64, int64, int64)", error_model="numpy")
+                made.call = _CALL(made.address)
+                self.kernels[name] = made
             return self.kernels[name]
 
     def team(self) -> Any:
         with self.compiling:
             if "_team" not in self.kernels:
-                self.kernels["_team"] = self.build(team, _WORD)
+                self.kernels["_team"] = self.build(team, "void(int64)")
             return self.kernels["_team"]
 
     def build(self, function: Callable[..., Any], signature: str, **options: str) -> Any:
@@ -587,6 +587,7 @@ def quantize_blocks(
     group = min(group, row)
     shape = frame.shape
     record = layout.QuantizeBlocks(
+        *shape,
         x=x.data_ptr(),
         kind=kind,
         codes=codes.data_ptr(),
@@ -600,13 +601,6 @@ def quantize_blocks(
         key_low=key & 0xFFFFFFFF,
         key_high=(key >> 32) & 0xFFFFFFFF,
         low=low.data_ptr(),
-        depth=shape.depth,
-        rows=shape.rows,
-        width=shape.width,
-        inner=shape.inner,
-        block=shape.block,
-        blocks=shape.blocks,
-        per_slab=shape.per_slab,
         numel=numel,
         most=frame.most,
     )
@@ -647,6 +641,7 @@ def dequantize_blocks(
     group = min(group, row)
     shape = frame.shape
     record = layout.DequantizeBlocks(
+        *shape,
         out=out.data_ptr(),
         kind=kind,
         codes=codes.data_ptr(),
@@ -657,13 +652,6 @@ def dequantize_blocks(
         levels=_address(table),
         support=_address(support),
         low=low.data_ptr(),
-        depth=shape.depth,
-        rows=shape.rows,
-        width=shape.width,
-        inner=shape.inner,
-        block=shape.block,
-        blocks=shape.blocks,
-        per_slab=shape.per_slab,
         groups=sizes[0],
     )
     scratch = _bytes(layout.dequantize_blocks_scratch, group, shape)
@@ -678,7 +666,7 @@ def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dty
     if kind is None or out_kind is None or frame is None or not 0 < numel == frame.numel or not x.is_contiguous():
         return _fall_back(reference.block_means, x)(x, geometry, block, dtype)
     out = torch.empty(frame.means, dtype=dtype)
-    record = layout.BlockMeans(x.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape)
+    record = layout.BlockMeans(*frame.shape, x=x.data_ptr(), kind=kind, out=out.data_ptr(), out_kind=out_kind)
     _run("block_means", frame.slabs, numel, _bytes(layout.means_scratch, frame.shape), record, _grain(frame.shape))
     return out
 
@@ -689,7 +677,7 @@ def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch
     if kind is None or out_kind is None or frame is None or frame.numel == 0 or not _is(low, low.dtype, frame.means):
         return _fall_back(reference.spread_blocks, low)(low, geometry, block, dtype)
     out = torch.empty(frame.numel, dtype=dtype)
-    record = layout.SpreadBlocks(low.data_ptr(), kind, out.data_ptr(), out_kind, *frame.shape)
+    record = layout.SpreadBlocks(*frame.shape, low=low.data_ptr(), kind=kind, out=out.data_ptr(), out_kind=out_kind)
     scratch = _bytes(layout.spread_scratch, frame.shape)
     _run("spread_blocks", frame.slabs, frame.numel, scratch, record, _grain(frame.shape))
     return out

@@ -93,8 +93,15 @@ class DequantizeSamples(NamedTuple):
 
 
 class QuantizeBlocks(NamedTuple):
-    """An item is a group. The fields from ``depth`` to ``per_slab`` are those of :class:`Slabs`."""
+    """An item is a group. The first fields are those of :class:`Slabs`."""
 
+    depth: int
+    rows: int
+    width: int
+    inner: int
+    block: int
+    blocks: int
+    per_slab: int
     x: int
     kind: int
     codes: int
@@ -109,13 +116,6 @@ class QuantizeBlocks(NamedTuple):
     key_high: int
     low: int
     """Where the means go, in bfloat16."""
-    depth: int
-    rows: int
-    width: int
-    inner: int
-    block: int
-    blocks: int
-    per_slab: int
     numel: int
     most: int
     """Blocks of eight by eight worked on at once, at most; 0 for other blocks."""
@@ -124,6 +124,13 @@ class QuantizeBlocks(NamedTuple):
 class DequantizeBlocks(NamedTuple):
     """An item is a slab."""
 
+    depth: int
+    rows: int
+    width: int
+    inner: int
+    block: int
+    blocks: int
+    per_slab: int
     out: int
     kind: int
     codes: int
@@ -134,23 +141,12 @@ class DequantizeBlocks(NamedTuple):
     levels: int
     support: int
     low: int
-    depth: int
-    rows: int
-    width: int
-    inner: int
-    block: int
-    blocks: int
-    per_slab: int
     groups: int
 
 
 class BlockMeans(NamedTuple):
     """An item is a slab."""
 
-    x: int
-    kind: int
-    out: int
-    out_kind: int
     depth: int
     rows: int
     width: int
@@ -158,15 +154,15 @@ class BlockMeans(NamedTuple):
     block: int
     blocks: int
     per_slab: int
+    x: int
+    kind: int
+    out: int
+    out_kind: int
 
 
 class SpreadBlocks(NamedTuple):
     """An item is a slab."""
 
-    low: int
-    kind: int
-    out: int
-    out_kind: int
     depth: int
     rows: int
     width: int
@@ -174,6 +170,10 @@ class SpreadBlocks(NamedTuple):
     block: int
     blocks: int
     per_slab: int
+    low: int
+    kind: int
+    out: int
+    out_kind: int
 
 
 class RangeEnergy(NamedTuple):

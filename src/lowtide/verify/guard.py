@@ -30,7 +30,7 @@ from ..policy.use import Use
 from ..report import size
 from ..session import Session
 from ..session.replay import NotDivisible, gradients, leaves_of, mapped, samples_in, slice_of, suspects
-from .evidence import ERROR, LEAST_NOISE, LONGER, SHORTER, Evidence, Finding, Reading
+from .evidence import BIAS, ERROR, LEAST_NOISE, LONGER, SHORTER, Evidence, Finding, Reading
 
 logger = logging.getLogger("lowtide.guard")
 
@@ -347,9 +347,7 @@ class Watch:
             spared = self._read(exact, self._compressed(probes, taken, use), taken)
             falls.append((_fall(whole, spared, what), use))
         falls.sort(key=lambda row: -row[0])
-        limit, left = self.guard.bias**2 * whole.square, whole.bias
-        if what == "error":
-            limit, left = self.guard.error**2 * max(whole.noise, LEAST_NOISE**2 * whole.square), whole.error
+        limit, left = self._limit(whole, what), _amount(whole, what)
         names: list[str] = []
         raised = dict(self.raised.choices)
         more = 0
@@ -367,6 +365,12 @@ class Watch:
         if not names:
             raise NotDivisible(f"{text}, and more precision for one tensor does not help")
         self._say(f"{text}; raised {', '.join(names)}: {size(more)} more in a step")
+
+    def _limit(self, reading: Reading, what: str) -> float:
+        """How much of ``what`` is allowed, in the units of :func:`_amount`."""
+        if what == ERROR:
+            return self.guard.error**2 * max(reading.noise, LEAST_NOISE**2 * reading.square)
+        return self.guard.bias**2 * reading.square if what == BIAS else self.guard.bias
 
     def _said(self, what: str, step: int) -> str:
         """What was found, and what is allowed, in words."""
@@ -436,11 +440,12 @@ def _fall(whole: Reading, spared: Reading, what: str) -> float:
         return math.inf if math.isfinite(spared.error) else 0.0
     if not math.isfinite(spared.error):
         return -math.inf
-    if what == ERROR:
-        return whole.error - spared.error
-    if what in (SHORTER, LONGER):
-        return whole.square * (whole.along**2 - spared.along**2)
-    return whole.bias - spared.bias
+    return _amount(whole, what) - _amount(spared, what)
+
+
+def _amount(reading: Reading, what: str) -> float:
+    """How much of ``what`` a reading shows: squares for an error and a bias, a share of the gradient's length else."""
+    return {ERROR: reading.error, BIAS: reading.bias, SHORTER: -reading.along, LONGER: reading.along}[what]
 
 
 # ---------------------------------------------------------------- gradients

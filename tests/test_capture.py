@@ -52,7 +52,7 @@ class Halve(torch.autograd.Function):
 """
 
 
-def in_child(code: str, timeout: float = 60.0) -> str:
+def in_child(code: str, timeout: float = 180.0) -> str:
     """Run ``code`` after the prelude in a process of its own, which is ended if it hangs; what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
     done = subprocess.run(

@@ -466,8 +466,8 @@ def _note_version(node: Any, result: Tensor, source: Any) -> None:
     notes[_MADE] = result._version
     kind = type(node).__name__
     if kind == "ReluBackward0":
-        maker = node.next_functions[0][0]
-        made = None if maker is None else maker.metadata.get(_MADE)
+        maker, output = node.next_functions[0]
+        made = None if maker is None or output != 0 else maker.metadata.get(_MADE)
         if made is None or not isinstance(source, Tensor):
             return
         in_place = source is result  # has moved the version by one, and is its own maker now

@@ -421,7 +421,7 @@ def _put_modes(modes: Iterable[Any]) -> None:
 
 def _default_device() -> Any:
     """The mode that serves ``torch.set_default_device``; it insists on being the lowest."""
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
 
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -472,14 +472,22 @@ def _describe_type(kind: Any) -> tuple[str, tuple[tuple[str, str, str], ...], tu
     return op + ("" if variant == "0" else variant), slots, ()
 
 
+def _history(tensor: Tensor) -> Any:
+    """The node that made a tensor. None also for a view that is no longer valid, of which torch complains when used."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def _note_version(node: Any, result: Tensor, source: Any) -> None:
     """Leave with a node, as soon as it is there, what tells later whether its result and its input have changed."""
     notes = node.metadata
     notes[_MADE] = result._version
     kind = type(node).__name__
     if kind == "ReluBackward0":
-        maker = node.next_functions[0][0]
-        made = None if maker is None else maker.metadata.get(_MADE)
+        maker, output = node.next_functions[0]
+        made = None if maker is None or output != 0 else maker.metadata.get(_MADE)
         if made is None or not isinstance(source, Tensor):
             return
         in_place = source is result  # has moved the version by one, and is its own maker now
@@ -582,7 +590,7 @@ class Capture(TorchFunctionMode):
                 self._expose(args[0])
             self._settle()
         elif isinstance(result, Tensor):
-            node: Any = result.grad_fn
+            node = _history(result)
             if node is not None:
                 if self._versions and node._sequence_nr() >= before:
                     _note_version(node, result, args[0] if args else (kwargs or {}).get("input"))
@@ -605,17 +613,18 @@ class Capture(TorchFunctionMode):
         """Somebody asked for ``tensor.data``, through which values change without a trace."""
         if not has_storage(tensor):
             return
-        for owner in (tensor, tensor._base):
-            if owner is not None and owner.grad_fn is not None:
-                owner.grad_fn.metadata.pop(_MADE, None)
+        owner = tensor if tensor._base is None else tensor._base
+        if owner.grad_fn is not None:
+            owner.grad_fn.metadata.pop(_MADE, None)
         storage = storage_of(tensor)
         if storage is not None:
             self._exposed(storage)
 
     def _walk_all(self, result: Any, func: Callable[..., Any] | None) -> None:
         if isinstance(result, Tensor):
-            if result.grad_fn is not None:
-                self._walk(result.grad_fn, func)
+            node = _history(result)
+            if node is not None:
+                self._walk(node, func)
         elif isinstance(result, (tuple, list)):
             for item in result:
                 self._walk_all(item, func)

@@ -358,6 +358,7 @@ def test_tensor_peak_counts_what_lives_at_once() -> None:
 
 CHILD = """
 import os
+import signal
 import time
 from pathlib import Path
 import torch
@@ -391,6 +392,8 @@ def count(argument, emit):
     return {"done": True}
 
 def run_stay(argument, emit):
+    # A shell starts background jobs with this signal ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run_child("child_of_test:stay", {}, exact_rss=False, on_event=emit)
 
 def die(argument, emit):

@@ -313,8 +313,8 @@ def test_unknown_ops_and_custom_functions_stay_exact_and_are_listed():
         loss = loss_fn(model, batch)
     loss.backward()
     rows = {(s.site.op, s.site.slot): s for s in session.report().sites}
-    assert rows["Cube", "0"].state == EXACT
-    assert rows["Cube", "0"].why == "no rule for this op"
+    assert rows["Cube", "tensors[0]"].state == EXACT
+    assert rows["Cube", "tensors[0]"].why == "no rule for this op"
 
 
 @pytest.mark.parametrize(

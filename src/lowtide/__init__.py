@@ -10,6 +10,7 @@ from . import codecs
 from .attachment import Attachment, attach, compress
 from .codecs import Codec
 from .graph.capture import Site
+from .graph.rules import Need, register_rule
 from .policy.choice import Choice
 from .policy.methods import (
     ActNN,
@@ -49,6 +50,7 @@ __all__ = [
     "Lossless",
     "LowRank",
     "Method",
+    "Need",
     "Plan",
     "Pool",
     "Report",
@@ -62,5 +64,6 @@ __all__ = [
     "compress",
     "forget",
     "methods",
+    "register_rule",
     "tune_cpu_allocator",
 ]

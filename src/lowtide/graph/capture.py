@@ -676,7 +676,7 @@ class Capture(TorchFunctionMode):
             self._offer_one(node, op, name, call, saved, tensor)
             return
         for i, item in enumerate(saved):
-            slot = names[i] if names else str(i) if name == "tensors" else f"{name}[{i}]"
+            slot = names[i] if names else f"{name}[{i}]"
             self._offer_one(node, op, slot, call, item, None if foreign else tensor[i], bool(names))
 
     def _offer_one(self, node: Any, op: str, slot: str, call: str, saved: Any, tensor: Any, twin: bool = False) -> None:
@@ -711,6 +711,10 @@ class Capture(TorchFunctionMode):
             return
         if not name and not self._path:
             self._starting()
+        elif args and args[0] is not self._latest() and torch.is_grad_enabled():
+            # What a function without a call of torch has made belongs to the module around this one.
+            with torch._C.DisableTorchFunction():
+                self._walk_all(args, None)
         self._path.append(name)
 
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:

@@ -6,6 +6,7 @@ An op without a row stays exactly as autograd keeps it, and the report lists it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -288,12 +289,87 @@ def _is_small_instance(x: Tensor) -> bool:
     return x.dim() > 2 and x.shape[0] == 1 and math.prod(x.shape[2:]) < 1024
 
 
+# Rules that users register for functions of their own. A function is defined for a whole process, and so is its rule.
+_registered: dict[tuple[str, str], Rule] = {}
+_SAVED = re.compile(r"tensors\[\d+\]")
+
+
+def register_rule(
+    function: str | type[torch.autograd.Function],
+    slot: str,
+    *,
+    need: Need | str,
+    why: str,
+    codec: Codec | None = None,
+    spatial: bool = False,
+) -> Callable[[], None]:
+    """Say what the backward of an ``autograd.Function`` needs of a tensor that it saved.
+
+    Without a rule such a tensor stays exact, because nobody knows what its noise would do. ``function`` is the class or
+    its name, ``slot`` is ``"tensors[i]"`` for the ``i``-th tensor given to ``ctx.save_for_backward``. ``need`` is a
+    :class:`Need` or its name in small letters:
+
+    - ``"linear"``: only a weight's gradient reads the tensor, and linearly, like the input of a linear layer;
+    - ``"batch"``: noise reaches earlier layers, averaged over many values, like the input of a batch norm;
+    - ``"propagate"``: noise reaches every earlier layer, like the input of an activation or a norm;
+    - ``"exponent"``: an exponential is taken of it, like queries and keys of attention;
+    - ``"logarithm"``: it is a log-probability;
+    - ``"lossless"``: ``codec`` gives back exactly what is read, such as ``Mask()`` where only the sign is, or
+      ``ShapeOnly()`` where only the shape is.
+
+    ``why`` goes into reports. ``spatial`` says that the tensor is a map: samples, channels, then places. A second rule
+    for the same slot replaces the first. The result is a function that takes the rule back.
+
+    >>> import torch, lowtide
+    >>> class Square(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         ctx.save_for_backward(x)
+    ...         return x * x
+    ...     @staticmethod
+    ...     def backward(ctx, grad):
+    ...         return 2 * ctx.saved_tensors[0] * grad
+    >>> undo = lowtide.register_rule(Square, "tensors[0]", need="propagate", why="the factor multiplies the gradient")
+    >>> model = torch.nn.Linear(64, 256)
+    >>> with lowtide.compress(model, "actnn") as session:
+    ...     loss = Square.apply(model(torch.randn(128, 64))).sum()
+    >>> next(row.codec for row in session.report().sites if row.site.op == "Square")
+    'group_quant(4 bits)'
+    >>> undo()
+    """
+    name = function if isinstance(function, str) else getattr(function, "__name__", None)
+    if not isinstance(name, str) or not (isinstance(function, str) or issubclass(function, torch.autograd.Function)):
+        raise TypeError(f"function must be a torch.autograd.Function or its name; got {function!r}")
+    if not isinstance(slot, str) or not _SAVED.fullmatch(slot):
+        raise ValueError(f"slot must be 'tensors[i]' for the i-th tensor given to save_for_backward; got {slot!r}")
+    needs = {n.name.lower(): n for n in Need}
+    if need not in needs and not isinstance(need, Need):
+        raise ValueError(f"need must be one of {', '.join(needs)}; got {need!r}")
+    if not isinstance(why, str) or not why:
+        raise ValueError(f"why must say for the report what backward does with the tensor; got {why!r}")
+    wanted = need if isinstance(need, Need) else needs[need]
+    if (codec is not None) != (wanted is Need.LOSSLESS):
+        raise ValueError(
+            f"codec goes with need='lossless' and with nothing else; got need={wanted.name.lower()!r}, {codec}"
+        )
+    if codec is not None and not codec.exact:
+        raise ValueError(f"codec must give back exactly what is read, such as Mask() or ShapeOnly(); got {codec}")
+    rule = Rule(wanted, why, spatial, None if codec is None else lambda _: codec)
+    _registered[name, slot] = rule
+
+    def undo() -> None:
+        if _registered.get((name, slot)) is rule:
+            del _registered[name, slot]
+
+    return undo
+
+
 def rule_for(slot: Slot) -> Rule | None:
     """The row for a slot, refined by what its node says; None if the op is unknown."""
     op, name = slot.site.op, slot.site.slot.partition("[")[0]
     rule = RULES.get((op, name))
     if rule is None:
-        return None
+        return _registered.get((op, slot.site.slot))
     if op == "Convolution" and not slot.needs_grad(1):
         return _FROZEN_CONV
     if name == "mat2" and slot.call == "linear":

@@ -108,7 +108,7 @@ def table(rows: list[dict[str, str]]) -> str:
     lines = ["# Tensors rebuilt from others", ""]
     lines += [
         "Written by `evidence/derived.py` from `evidence/results/derived.csv`; `docs/methods.md` explains it under",
-        '"Derived tensors". `make evidence-derived` makes both anew in a few minutes.',
+        '"Rebuilt tensors". `make evidence-derived` makes both anew in a few minutes.',
         "",
         "Fresh weights, random inputs: 8 images of 64 x 64, or 4 rows of 128 tokens. *Rebuilt* counts tensors that are",
         "not stored; *stored bits* are those for each value that a method may compress, rebuilt ones included;",

@@ -114,6 +114,7 @@ _elementwise = {
     ("Elu1", "result"): F.elu_,
     ("Sin", "self"): torch.sin,
     ("Cos", "self"): torch.cos,
+    ("Erf", "self"): torch.erf,
     ("Pow", "self"): torch.square,
     ("Softmax", "result"): lambda h: torch.softmax(h, -1),
     ("LogSoftmax", "result"): lambda h: torch.log_softmax(h, -1),

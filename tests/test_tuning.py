@@ -358,40 +358,9 @@ def test_histogram_of_a_large_tensor_looks_at_a_bounded_part():
     assert levels.histogram(x, 3 << 19, 256, False)[200:312].sum() > 0.4 * counted
 
 
-@pytest.mark.parametrize(("shape", "scale"), [(1.0, 0.05), (2.0, 0.3), (3.6, 0.5)])
-def test_weibull_densities_are_found_again(shape, scale):
-    border = torch.arange(levels.BINS + 1, dtype=torch.float64) / levels.BINS
-    counts = (-torch.expm1(-((border / scale) ** shape))).diff()
-    found = levels.fit_weibull(counts)
-    # At most exp(-(1 / 0.3)**2) = 1.5e-5 of the values lie beyond 1, where x**2 is a dozen times its mean; taking the
-    # density as constant within bins changes the second moment by about (1 / 512 / scale)**2 = 1.5e-3 of it.
-    assert found.shape == pytest.approx(shape, rel=5e-3)
-    assert found.scale == pytest.approx(scale, rel=5e-3)
-    assert levels.fit_levels(counts, 3) == levels.weibull_levels(levels.Weibull(shape, scale), 3)
-
-
-@pytest.mark.parametrize("name", ["uniform", "half-normal", "normal", "spiky"])
-def test_a_fitted_weibull_density_has_the_moments_of_the_histogram(name):
-    share = DENSITIES[name].double() / DENSITIES[name].sum()
-    middle = (torch.arange(levels.BINS, dtype=torch.float64) + 0.5) / levels.BINS
-    mean = float((share * middle).sum())
-    square = float((share * (middle.square() + 1 / levels.BINS**2 / 12)).sum())
-    shape, scale = levels.fit_weibull(DENSITIES[name])
-    assert scale * math.gamma(1 + 1 / shape) == pytest.approx(mean, rel=1e-9)
-    assert scale**2 * math.gamma(1 + 2 / shape) == pytest.approx(square, rel=1e-9)
-
-
-def test_a_wrong_family_costs_variance_and_never_more_than_a_histogram_saves():
-    density = torch.cat([half_normal(256), half_normal(256)])  # two humps: no Weibull density
-    published = levels.weibull_levels(levels.fit_weibull(density), 3)
-    assert levels.variance(levels.fit_levels(density, 3), density) < levels.variance(published, density)
-
-
 def test_wrong_level_requests_are_named():
     with pytest.raises(ValueError, match="4 bits need a histogram of at least 15 bins; got 14"):
         levels.fit_levels(torch.ones(14), 4)
-    with pytest.raises(ValueError, match="empty histogram"):
-        levels.fit_weibull(torch.zeros(512))
     assert math.isnan(levels.variance((0.0, 1.0), torch.zeros(4)))
 
 

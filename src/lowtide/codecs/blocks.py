@@ -76,7 +76,7 @@ class BlockMean(Codec):
         support = room_for_bits(tensor)
         return self._encode(tensor, key, True, support), support
 
-    def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
+    def _encode(self, tensor: Tensor, key: int, positive: bool, support: Tensor | None) -> Packed:
         require_float(tensor, self)
         meta, _ = form_of(tensor)
         self._require_dims(meta)
@@ -92,7 +92,7 @@ class BlockMean(Codec):
             return Packed(self, meta, (ops.block_means(flat, geometry, self.block, meta.dtype),))
         levels = steps_of(self.levels, self.bits, tensor.device)
         buffers = ops.quantize_blocks(
-            flat, geometry, self.block, row, self.group, self.bits, key, positive, levels, mask
+            flat, geometry, self.block, row, self.group, self.bits, key, positive, levels, support
         )  # fmt: skip
         return Packed(self, meta, buffers)
 

@@ -81,12 +81,12 @@ class GroupQuant(Codec):
         support = room_for_bits(tensor)
         return self._encode(tensor, key, True, support), support
 
-    def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
+    def _encode(self, tensor: Tensor, key: int, positive: bool, support: Tensor | None) -> Packed:
         require_float(tensor, self)
         flat, meta, layout = flatten(tensor)
         row = row_of(self.layout, layout, meta.numel)
         levels = steps_of(self.levels, self.bits, tensor.device)
-        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, positive, levels, mask)
+        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, positive, levels, support)
         return Packed(self, meta, (codes, side))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
@@ -154,12 +154,12 @@ class SampleQuant(Codec):
         support = room_for_bits(tensor)
         return self._encode(tensor, key, True, support), support
 
-    def _encode(self, tensor: Tensor, key: int, positive: bool, mask: Tensor | None) -> Packed:
+    def _encode(self, tensor: Tensor, key: int, positive: bool, support: Tensor | None) -> Packed:
         require_float(tensor, self)
         flat, meta, _ = flatten(tensor)
         self._require_samples(meta)
         bits = torch.tensor(self.bits, dtype=torch.uint8, device=tensor.device)
-        codes, side = ops.quantize_samples(flat, bits, self.group, key, positive, mask)
+        codes, side = ops.quantize_samples(flat, bits, self.group, key, positive, support)
         return Packed(self, meta, (codes, side, bits))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:

@@ -212,7 +212,7 @@ RULES: dict[tuple[str, str], Rule] = {
         for op in ("Gelu", "Silu", "Hardswish", "Mish", "Softplus", "Elu", "Celu", "Glu")
     },
     **{(op, "result"): Rule(Need.PROPAGATE, _OUTPUT) for op in ("Sigmoid", "Tanh", "Exp", "Elu1")},
-    **{(op, "self"): Rule(Need.PROPAGATE, _POINT) for op in ("Sin", "Cos", "Pow")},
+    **{(op, "self"): Rule(Need.PROPAGATE, _POINT) for op in ("Sin", "Cos", "Erf", "Pow")},
     # softmax and losses
     ("Softmax", "result"): Rule(Need.PROPAGATE, _OUTPUT),
     ("SafeSoftmax", "result"): Rule(Need.PROPAGATE, _OUTPUT),

@@ -1157,8 +1157,8 @@ def _kernel_quantize_groups(parameters: int, scratch: int, first: int, last: int
         if p.kind != FLOAT32:
             values = scratch + room.wide
             _widen_run(p.x + 2 * start, values, n, p.kind)
-        if p.mask:
-            _mark(values, n, p.mask + (start >> 3))
+        if p.support:
+            _mark(values, n, p.support + (start >> 3))
         source, ahead = values if p.positive else 0, values + 4 * n if p.kind == FLOAT32 else 0
         _encode(coding, key, values, source, g, stop, scratch + room.encode, ahead)
 
@@ -1244,8 +1244,8 @@ def _kernel_quantize_samples(parameters: int, scratch: int, first: int, last: in
         if p.kind != FLOAT32:
             values = scratch + room.wide
             _widen_run(p.x + 2 * start, values, count, p.kind)
-        if p.mask:
-            _mark(values, count, p.mask + (start >> 3))
+        if p.support:
+            _mark(values, count, p.support + (start >> 3))
         source, ahead = values if p.positive else 0, values + 4 * count if p.kind == FLOAT32 else 0
         _encode(coding, key, values, source, g, stop, scratch + room.encode, ahead)
         g = stop
@@ -1374,8 +1374,8 @@ def _kernel_quantize_blocks(parameters: int, scratch: int, first: int, last: int
         if kind != FLOAT32 and p.positive:
             signs = wide
             _widen_run(x + 2 * where, wide, now, kind)
-        if p.mask:
-            _mark(signs, now, p.mask + (where >> 3))
+        if p.support:
+            _mark(signs, now, p.support + (where >> 3))
         ahead = x + 4 * start if kind == FLOAT32 else 0
         _encode(coding, key, fresh + 4 * (skip - left), signs, g, stop, scratch + room.encode, ahead)
         g, left, skip = stop, start - where - now, 0

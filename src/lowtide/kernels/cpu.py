@@ -275,8 +275,8 @@ def _packed(codes: Tensor, side: Tensor, support: Tensor | None, numel: int, siz
     )
 
 
-def _fillable(mask: Tensor, positive: bool, numel: int) -> bool:
-    return positive and _is(mask, torch.uint8, -(-numel // 8))
+def _fillable(support: Tensor, positive: bool, numel: int) -> bool:
+    return positive and _is(support, torch.uint8, -(-numel // 8))
 
 
 def _table(levels: Tensor | None, bits: int) -> Tensor | None:
@@ -290,13 +290,13 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _marked(x: Tensor, row: int, group: int, mask: Tensor | None) -> int:
+def _marked(x: Tensor, row: int, group: int, support: Tensor | None) -> int:
     """Where a kernel puts the bits of values above zero, if it can; otherwise they are put there now."""
-    if mask is None:
+    if support is None:
         return 0
     if row % 8 == 0 and group % 8 == 0:
-        return mask.data_ptr()
-    mask.copy_(pack_band(x, 0.0, math.inf, False, True))  # a group may begin within a byte
+        return support.data_ptr()
+    support.copy_(pack_band(x, 0.0, math.inf, False, True))  # a group may begin within a byte
     return 0
 
 
@@ -308,7 +308,7 @@ def quantize_groups(
     key: int,
     positive: bool,
     levels: Tensor | None = None,
-    mask: Tensor | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
@@ -318,9 +318,9 @@ def quantize_groups(
         or sizes is None
         or not x.is_contiguous()
         or (levels is not None and table is None)
-        or (mask is not None and not _fillable(mask, positive, numel))
+        or (support is not None and not _fillable(support, positive, numel))
     ):
-        return _fall_back(reference.quantize_groups, x)(x, row, group, bits, key, positive, levels, mask)
+        return _fall_back(reference.quantize_groups, x)(x, row, group, bits, key, positive, levels, support)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
     side = torch.empty(2 * sizes[0], dtype=torch.int16)
     group = min(group, row)
@@ -334,7 +334,7 @@ def quantize_groups(
         bits=bits,
         levels=_address(table),
         positive=positive,
-        mask=_marked(x, row, group, mask),
+        support=_marked(x, row, group, support),
         key_low=key & 0xFFFFFFFF,
         key_high=(key >> 32) & 0xFFFFFFFF,
     )
@@ -394,7 +394,7 @@ def _sample_sizes(numel: int, bits: Tensor, group: int) -> tuple[int, int, int] 
 
 
 def quantize_samples(
-    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, mask: Tensor | None = None
+    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
@@ -403,9 +403,9 @@ def quantize_samples(
         kind is None
         or sizes is None
         or not x.is_contiguous()
-        or (mask is not None and not _fillable(mask, positive, numel))
+        or (support is not None and not _fillable(support, positive, numel))
     ):
-        return _fall_back(reference.quantize_samples, x)(x, bits, group, key, positive, mask)
+        return _fall_back(reference.quantize_samples, x)(x, bits, group, key, positive, support)
     row, groups, size = sizes
     codes = torch.empty(size, dtype=torch.uint8)
     side = torch.empty(2 * groups, dtype=torch.int16)
@@ -419,7 +419,7 @@ def quantize_samples(
         group=group,
         widths=bits.data_ptr(),
         positive=positive,
-        mask=_marked(x, row, group, mask),
+        support=_marked(x, row, group, support),
         key_low=key & 0xFFFFFFFF,
         key_high=(key >> 32) & 0xFFFFFFFF,
     )
@@ -563,7 +563,7 @@ def quantize_blocks(
     key: int,
     positive: bool,
     levels: Tensor | None = None,
-    mask: Tensor | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
@@ -576,10 +576,10 @@ def quantize_blocks(
         or frame.numel != numel
         or not x.is_contiguous()
         or (levels is not None and table is None)
-        or (mask is not None and not _fillable(mask, positive, numel))
+        or (support is not None and not _fillable(support, positive, numel))
     ):
         return _fall_back(reference.quantize_blocks, x)(
-            x, geometry, block, row, group, bits, key, positive, levels, mask
+            x, geometry, block, row, group, bits, key, positive, levels, support
         )
     low = torch.empty(frame.means, dtype=torch.bfloat16)
     codes = torch.empty(sizes[1], dtype=torch.uint8)
@@ -597,7 +597,7 @@ def quantize_blocks(
         bits=bits,
         levels=_address(table),
         positive=positive,
-        mask=_marked(x, row, group, mask),
+        support=_marked(x, row, group, support),
         key_low=key & 0xFFFFFFFF,
         key_high=(key >> 32) & 0xFFFFFFFF,
         low=low.data_ptr(),

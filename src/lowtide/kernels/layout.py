@@ -41,7 +41,7 @@ class QuantizeGroups(NamedTuple):
     """Levels, then the inverse of the distance from each to the next, as float32."""
     positive: int
     """1 if only values above zero, or NaN, set ranges."""
-    mask: int
+    support: int
     """Where the bits of those values go; groups begin on a byte then."""
     key_low: int
     key_high: int
@@ -74,7 +74,7 @@ class QuantizeSamples(NamedTuple):
     widths: int
     """The bits of each sample, a byte each."""
     positive: int
-    mask: int
+    support: int
     key_low: int
     key_high: int
 
@@ -111,7 +111,7 @@ class QuantizeBlocks(NamedTuple):
     bits: int
     levels: int
     positive: int
-    mask: int
+    support: int
     key_low: int
     key_high: int
     low: int

@@ -42,15 +42,15 @@ __all__ = [
 
 SCHEMAS = {
     "quantize_groups": "(Tensor x, int row, int group, int bits, int key, bool positive,"
-    " Tensor? levels=None, Tensor(a!)? mask=None) -> (Tensor, Tensor)",
+    " Tensor? levels=None, Tensor(a!)? support=None) -> (Tensor, Tensor)",
     "dequantize_groups": "(Tensor codes, Tensor side, int numel, int row, int group, int bits,"
     " ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
     "quantize_blocks": "(Tensor x, int[] geometry, int block, int row, int group, int bits, int key,"
-    " bool positive, Tensor? levels=None, Tensor(a!)? mask=None) -> (Tensor, Tensor, Tensor)",
+    " bool positive, Tensor? levels=None, Tensor(a!)? support=None) -> (Tensor, Tensor, Tensor)",
     "dequantize_blocks": "(Tensor low, Tensor codes, Tensor side, int[] geometry, int block, int row,"
     " int group, int bits, ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
     "quantize_samples": "(Tensor x, Tensor bits, int group, int key, bool positive,"
-    " Tensor(a!)? mask=None) -> (Tensor, Tensor)",
+    " Tensor(a!)? support=None) -> (Tensor, Tensor)",
     "dequantize_samples": "(Tensor codes, Tensor side, Tensor bits, int numel, int group, ScalarType dtype,"
     " Tensor? support) -> Tensor",
     "range_energy": "(Tensor x, int row, int group, bool positive) -> Tensor",
@@ -91,7 +91,7 @@ def _fake_quantize_groups(
     key: int,
     positive: bool,
     levels: Tensor | None = None,
-    mask: Tensor | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     codes, side = _sizes(x.numel(), row, group, bits)
     return x.new_empty(codes, dtype=torch.uint8), x.new_empty(side, dtype=torch.int16)
@@ -114,7 +114,7 @@ def _fake_dequantize_groups(
 
 @_fake
 def _fake_quantize_samples(
-    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, mask: Tensor | None = None
+    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     size = torch.library.get_ctx().new_dynamic_size()  # the bits are data
     row = x.numel() // max(1, bits.numel())
@@ -173,7 +173,7 @@ def _fake_quantize_blocks(
     key: int,
     positive: bool,
     levels: Tensor | None = None,
-    mask: Tensor | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     low = x.new_empty(_low_numel(geometry, block), dtype=torch.bfloat16)
     codes, side = _sizes(x.numel(), row, group, bits)

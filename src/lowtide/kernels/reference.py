@@ -262,22 +262,24 @@ def quantize_groups(
     key: int,
     positive: bool,
     levels: Tensor | None = None,
-    mask: Tensor | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Codes and side words of a flat tensor; with ``positive`` only values above zero set ranges.
 
-    ``mask`` is filled with their bits, as ``pack_band(x, 0, inf, False, True)`` gives them: with ``positive`` alone.
+    ``support`` is filled with their bits, as ``pack_band(x, 0, inf, False, True)`` gives them: with ``positive`` alone.
     """
-    _fill_mask(x, positive, mask)
+    _fill_support(x, positive, support)
     return _quantize(x, x, row, group, bits, key, positive, levels)
 
 
-def _fill_mask(x: Tensor, positive: bool, mask: Tensor | None) -> None:
-    if mask is None:
+def _fill_support(x: Tensor, positive: bool, support: Tensor | None) -> None:
+    if support is None:
         return
-    if not positive or mask.dtype != torch.uint8 or mask.numel() != -(-x.numel() // 8):
-        raise RuntimeError(f"a mask goes with positive values and has {-(-x.numel() // 8)} bytes; got {mask.shape}")
-    mask.copy_(pack_band(x, 0.0, torch.inf, False, True).view_as(mask))
+    if not positive or support.dtype != torch.uint8 or support.numel() != -(-x.numel() // 8):
+        raise RuntimeError(
+            f"a support goes with positive values and has {-(-x.numel() // 8)} bytes; got {support.shape}"
+        )
+    support.copy_(pack_band(x, 0.0, torch.inf, False, True).view_as(support))
 
 
 def _quantize(
@@ -422,14 +424,14 @@ def _widths(numel: int, bits: Tensor) -> list[int]:
 
 
 def quantize_samples(
-    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, mask: Tensor | None = None
+    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Codes and side words of samples (rows of one size), each with bits of its own.
 
     The noise is that of :func:`quantize_groups` for the same groups, so are the bytes of a sample for its bits, and
-    ``mask``.
+    ``support``.
     """
-    _fill_mask(x, positive, mask)
+    _fill_support(x, positive, support)
     widths = _widths(x.numel(), bits)
     if x.numel() == 0:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.int16)
@@ -561,14 +563,14 @@ def quantize_blocks(
     key: int,
     positive: bool,
     levels: Tensor | None = None,
-    mask: Tensor | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Block means in bfloat16 and the quantized difference to those *rounded* means; ``mask`` as for groups.
+    """Block means in bfloat16 and the quantized difference to those *rounded* means; ``support`` as for groups.
 
     In a block whose mean is not finite all differences are -Inf: a group that takes its range from one of them is NaN,
     and in other groups, where they set no range, their codes are 0.
     """
-    _fill_mask(x, positive, mask)
+    _fill_support(x, positive, support)
     outer, s1, s2, s3, inner = _geometry(geometry)
     low = _means(x, geometry, block, torch.bfloat16)
     residual = torch.empty(x.shape, dtype=torch.float32, device=x.device)

@@ -22,10 +22,10 @@ from ..graph.capture import Site
 from ..graph.derive import PIECE, Origin, pieces
 from ..graph.rules import Need
 from ..kernels import ops
-from .ledger import SHAPE_ONLY, Row
+from .ledger import SHAPE_ONLY, Entry
 from .offload import fetch
 
-MASK = Mask()  # what backward reads of a rectified tensor
+SIGN = Mask()  # what backward reads of a rectified tensor
 
 
 class Consumer(NamedTuple):
@@ -40,7 +40,7 @@ class Consumer(NamedTuple):
     offset: int
 
 
-class Part:
+class Encoded:
     """One encoded tensor: its values, if anyone reads them, and its lossless forms, each under its codec."""
 
     __slots__ = ("packs", "support", "values")
@@ -56,29 +56,31 @@ class Handle:
 
     __slots__ = (
         *("__weakref__", "base", "consumers", "decoded", "identity", "is_source", "noise", "numel", "origin"),
-        *("parts", "pinned", "raw", "readers", "row", "version"),
+        *("encoded", "pinned", "raw", "readers", "entry", "version"),
     )
 
-    def __init__(self, raw: Tensor, identity: int, base: TensorMeta | None, numel: int, noise: int, row: Row) -> None:
+    def __init__(
+        self, raw: Tensor, identity: int, base: TensorMeta | None, numel: int, noise: int, entry: Entry
+    ) -> None:
         self.raw: Tensor | None = raw
         self.identity = identity
         self.version = capture.version_of(raw)
         self.numel = numel
         self.base = base
         self.noise = noise
-        self.row = row
+        self.entry = entry
         self.origin: Origin | None = None
         self.is_source = False  # is anything to be rebuilt from it?
         self.pinned: Tensor | None = None
         self.consumers: list[Consumer] = []
-        self.parts: dict[tuple[TensorMeta, int] | None, Part] = {}
+        self.encoded: dict[tuple[TensorMeta, int] | None, Encoded] = {}
         self.decoded: Tensor | None = None
         self.readers = 0
 
     def pin(self, why: str) -> None:
         """Stay raw, as autograd itself would keep the storage: a second owner keeps it from being encoded."""
         assert self.raw is not None
-        self.row.kept = why
+        self.entry.kept = why
         self.pinned = self.raw.detach()
 
     def move(self) -> None:
@@ -89,8 +91,8 @@ class Handle:
         self.raw = copy.as_strided(raw.shape, raw.stride(), raw.storage_offset())
         self.identity, self.version = capture.storage_id(copy.untyped_storage()), capture.version_of(copy)
 
-    def plans(self) -> list[tuple[tuple[TensorMeta, int] | None, TensorMeta, int, list[Consumer]]]:
-        """What to encode, as (key in ``parts``, form, offset, consumers): the whole storage, or each part of it."""
+    def extents(self) -> list[tuple[tuple[TensorMeta, int] | None, TensorMeta, int, list[Consumer]]]:
+        """What to encode, the whole storage or each stretch that is read: key in ``encoded``, form, offset, readers."""
         first = self.consumers[0].view
         if math.prod(first.shape) == self.numel and layout_of(first.shape, first.stride).dense:
             return [(None, first, 0, self.consumers)]
@@ -155,9 +157,9 @@ class Reference:
         self.lossless = lossless
         self.twin = twin
 
-    def block_means(self, part: Part) -> Tensor | None:
+    def block_means(self, encoded: Encoded) -> Tensor | None:
         """The block means alone, if they are what is stored and a twin reads them."""
-        packed = part.values if self.twin else None
+        packed = encoded.values if self.twin else None
         if not isinstance(packed, Packed) or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
             return None
         return packed.codec.small(fetch(packed))
@@ -203,13 +205,13 @@ def _fresh(reference: Reference) -> Tensor:
     handle = reference.handle
     if handle.raw is not None:
         return reference.read(handle.raw).clone()
-    part = handle.parts.get(None) or handle.parts[(reference.meta, reference.offset)]
-    values = part.values if reference.lossless is None else part.packs[reference.lossless]
+    encoded = handle.encoded.get(None) or handle.encoded[(reference.meta, reference.offset)]
+    values = encoded.values if reference.lossless is None else encoded.packs[reference.lossless]
     assert values is not None
-    whole = values.decode(part.support)
+    whole = values.decode(encoded.support)
     if isinstance(values, Packed) and type(values.codec) is Raw:
         whole = whole.clone()  # what Raw gives back is what it keeps
-    return reference.view(whole) if None in handle.parts else whole
+    return reference.view(whole) if None in handle.encoded else whole
 
 
 class Recast:
@@ -269,9 +271,9 @@ def changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
     )
 
 
-def masks(consumer: Consumer, meta: TensorMeta) -> bool:
+def is_support(consumer: Consumer, meta: TensorMeta) -> bool:
     """Does this consumer's mask tell where the tensor is zero? It must be of the very tensor, and that rectified."""
-    return consumer.rectified and consumer.lossless == MASK and consumer.view.numel == meta.numel
+    return consumer.rectified and consumer.lossless == SIGN and consumer.view.numel == meta.numel
 
 
 def cut(raw: Tensor, meta: TensorMeta, offset: int) -> Tensor:
@@ -290,8 +292,8 @@ def roots_of(handle: Handle) -> list[Handle]:
 
 def _is_exact(handle: Handle) -> bool:
     """Are the values, or some that they are rebuilt from, still raw?"""
-    part = handle.parts.get(None)
-    values = None if part is None else part.values
+    encoded = handle.encoded.get(None)
+    values = None if encoded is None else encoded.values
     if not isinstance(values, Rebuilt):
         return handle.raw is not None
     return any(_is_exact(s.handle) for s in values.origin.sources if isinstance(s, Reference))

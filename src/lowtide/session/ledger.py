@@ -1,4 +1,4 @@
-"""The account of a session: one row for each saved tensor, and the bytes of each storage once."""
+"""The account of a session: one entry for each saved tensor, and the bytes of each storage once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..report import COMPRESSED, EXACT, HELD, SHARED, SiteReport
 SHAPE_ONLY = ShapeOnly()
 
 
-class Row:
+class Entry:
     """One saved tensor in the making of a report; never holds a tensor."""
 
     __slots__ = ("away", "codecs", "kept", "meta", "place", "plain", "site", "state", "stored", "why")
@@ -59,48 +59,48 @@ class Ledger:
     """Rows of one session. Storages without a handle are known by weak references."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self._known: dict[int, tuple[weakref.ref[Any], Row]] = {}
+        self.entries: list[Entry] = []
+        self._known: dict[int, tuple[weakref.ref[Any], Entry]] = {}
 
     def clear(self) -> None:
         """Begin anew."""
-        self.rows.clear()
+        self.entries.clear()
         self._known.clear()
 
     def close(self) -> None:
         """The forward is over: storages of which only the shape was kept, and that still live, are held by others."""
-        for storage, row in self._known.values():
-            if row.codecs == (SHAPE_ONLY,) and storage() is not None:
-                row.left()
+        for storage, entry in self._known.values():
+            if entry.codecs == (SHAPE_ONLY,) and storage() is not None:
+                entry.left()
         self._known.clear()
 
     def held(self, site: Site, why: str) -> None:
         """A slot that others hold, so that not even its shape is known."""
-        self.rows.append(Row(site, None, HELD, 0, why))
+        self.entries.append(Entry(site, None, HELD, 0, why))
 
     def shared(self, site: Site, meta: TensorMeta, at: Site) -> None:
         """A slot whose storage is counted at another site."""
-        self.rows.append(Row(site, meta, SHARED, 0, at))
+        self.entries.append(Entry(site, meta, SHARED, 0, at))
 
-    def known(self, storage: Any) -> Row | None:
-        """The row that carries the bytes of a storage without a handle."""
+    def known(self, storage: Any) -> Entry | None:
+        """The entry that carries the bytes of a storage without a handle."""
         found = self._known.get(capture.storage_id(storage))
         return found[1] if found is not None and found[0]() is storage else None
 
     def add(
         self, site: Site, meta: TensorMeta, storage: Any, why: str, *, kept: bool = False, by_handle: bool = False
-    ) -> Row:
-        """A row for a storage that has none yet.
+    ) -> Entry:
+        """A entry for a storage that has none yet.
 
         ``kept`` says that the slot gets no hook, so that autograd keeps the storage. ``by_handle`` says that the
-        storage gets a handle, through which the row is found.
+        storage gets a handle, through which the entry is found.
         """
-        row = Row(site, meta, EXACT, storage.nbytes(), why)
-        row.kept = why if kept else None
-        self.rows.append(row)
+        entry = Entry(site, meta, EXACT, storage.nbytes(), why)
+        entry.kept = why if kept else None
+        self.entries.append(entry)
         if not by_handle:
-            self._known[capture.storage_id(storage)] = (weakref.ref(storage), row)
-        return row
+            self._known[capture.storage_id(storage)] = (weakref.ref(storage), entry)
+        return entry
 
     def add_odd(self, site: Site, tensor: Tensor) -> None:
         """A tensor without a plain storage of its own: sparse, nested, or of a subclass."""
@@ -112,20 +112,20 @@ class Ledger:
         if known is not None:
             self.shared(site, meta, known.site)
             return
-        row = Row(site, meta, EXACT, sum(map(_nbytes, parts)), f"{kind}: kept as it is")
-        row.kept = f"{site.op}.{site.slot} keeps it: {row.why}"
-        self.rows.append(row)
+        entry = Entry(site, meta, EXACT, sum(map(_nbytes, parts)), f"{kind}: kept as it is")
+        entry.kept = f"{site.op}.{site.slot} keeps it: {entry.why}"
+        self.entries.append(entry)
         if values is not None:
-            self._known[capture.storage_id(values)] = (weakref.ref(values), row)
+            self._known[capture.storage_id(values)] = (weakref.ref(values), entry)
 
     def finished(self) -> tuple[SiteReport, ...]:
         """All rows as plain data."""
-        return tuple(row.finished() for row in self.rows)
+        return tuple(entry.finished() for entry in self.entries)
 
     def away(self) -> Iterator[tuple[str, int]]:
         """Places off the device, and the bytes there."""
-        for place in dict.fromkeys(row.place for row in self.rows if row.place):
-            yield place, sum(row.away for row in self.rows if row.place == place)
+        for place in dict.fromkeys(entry.place for entry in self.entries if entry.place):
+            yield place, sum(entry.away for entry in self.entries if entry.place == place)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -31,23 +31,23 @@ from ..policy.tuners.base import Probed
 from ..policy.use import Use
 from ..report import Report, size
 from .handles import (
-    MASK,
+    SIGN,
     Consumer,
+    Encoded,
     Handle,
-    Part,
     Rebuilt,
     Recast,
     Reference,
     Shape,
     cut,
     described,
-    masks,
+    is_support,
     need_of,
     rebuilder,
     roots_of,
     sites_of,
 )
-from .ledger import SHAPE_ONLY, Ledger, Row
+from .ledger import SHAPE_ONLY, Entry, Ledger
 from .memory import recall
 from .noise import forward_noise, key_of
 from .offload import Moved, send
@@ -152,7 +152,7 @@ class Session:
         for reference in (*self._recent, *self._waiting):
             handle = reference()
             if handle is not None and not self._seal_if_ours(handle) and handle.raw is not None:
-                handle.row.left()
+                handle.entry.left()
         self._ledger.close()
         self._forget()
 
@@ -196,7 +196,7 @@ class Session:
 
     def _start_forward(self) -> None:
         """The model's forward begins: the first of the session, unless something was saved before it."""
-        self._number_forward(self._forwards + (self._begun or bool(self._ledger.rows)))
+        self._number_forward(self._forwards + (self._begun or bool(self._ledger.entries)))
         self._begun = True
 
     def _number_forward(self, number: int) -> None:
@@ -275,17 +275,17 @@ class Session:
             and handle.version == capture.version_of(tensor)
             and handle.consumers[0].view.dtype is meta.dtype
         ):
-            self._ledger.shared(slot.site, meta, handle.row.site)
+            self._ledger.shared(slot.site, meta, handle.entry.site)
         else:
             numel = tensor.numel()
             total = slot.storage.nbytes() // meta.dtype.itemsize
             if self.policy.ignores(numel, total):
                 self._count(slot, identity, "small", kept=True)
                 return
-            row = self._count(slot, identity, why, by_handle=True, meta=meta)
+            entry = self._count(slot, identity, why, by_handle=True, meta=meta)
             whole = capture.base_of(tensor) if numel != total else None
             base = None if whole is None else TensorMeta.of(whole)
-            handle = Handle(tensor.detach(), identity, base, total, self._noise, row)
+            handle = Handle(tensor.detach(), identity, base, total, self._noise, entry)
             if self.policy.rebuilds:
                 handle.origin = self._origin(capture.base_of(tensor), tensor, total)
             reference = weakref.ref(handle)
@@ -355,11 +355,11 @@ class Session:
         found = capture.parameter_behind_cast(slot.tensor)
         if found is None:
             return False
-        row = self._count(slot, identity, "autocast's copy of a parameter: cast again when needed")
+        entry = self._count(slot, identity, "autocast's copy of a parameter: cast again when needed")
         recast = Recast(found[0], found[1], slot.tensor.dtype)
         slot.hook(lambda _: recast, Recast.unpack)
-        if row.site is slot.site:
-            row.compressed(0, "recast")
+        if entry.site is slot.site:
+            entry.compressed(0, "recast")
         return True
 
     def _count(
@@ -372,26 +372,26 @@ class Session:
         by_handle: bool = False,
         kept: bool = False,
         meta: TensorMeta | None = None,
-    ) -> Row:
-        """The row that carries the bytes of this slot's storage, made if there is none yet.
+    ) -> Entry:
+        """The entry that carries the bytes of this slot's storage, made if there is none yet.
 
         A storage that gets a handle is found through it; others are remembered by a weak reference. ``kept``
         says that the slot gets no hook, so that autograd keeps the storage as it is.
         """
         handle = self._pending(identity)
-        row = self._ledger.known(slot.storage) if handle is None else handle.row
+        entry = self._ledger.known(slot.storage) if handle is None else handle.entry
         meta = meta or TensorMeta.of(slot.tensor)
-        if row is None:
-            row = self._ledger.add(slot.site, meta, slot.storage, why, kept=kept, by_handle=by_handle)
+        if entry is None:
+            entry = self._ledger.add(slot.site, meta, slot.storage, why, kept=kept, by_handle=by_handle)
             if not needs_values:
-                row.compressed(0, SHAPE_ONLY)
-            return row
-        self._ledger.shared(slot.site, meta, row.site)
-        if needs_values and row.codecs == (SHAPE_ONLY,):
-            row.exact(why)
+                entry.compressed(0, SHAPE_ONLY)
+            return entry
+        self._ledger.shared(slot.site, meta, entry.site)
+        if needs_values and entry.codecs == (SHAPE_ONLY,):
+            entry.exact(why)
         if kept:
-            row.kept = f"{slot.site.op}.{slot.site.slot} keeps it: {why}"
-        return row
+            entry.kept = f"{slot.site.op}.{slot.site.slot} keeps it: {why}"
+        return entry
 
     # ------------------------------------------------------------ encoding
 
@@ -424,17 +424,17 @@ class Session:
 
     def _seal(self, handle: Handle, raw: Tensor) -> None:
         """Encode the storage, or, where less than all of it is read, each part that is; or note why it stays."""
-        plans = handle.plans()
-        row = handle.row
+        extents = handle.extents()
+        entry = handle.entry
         total, asked = 0, []
         used: dict[object, None] = {}
         on_purpose = False
-        for key, meta, offset, consumers in plans:
+        for key, meta, offset, consumers in extents:
             tensor = cut(raw, meta, offset)
             use, lossless, origin = self._asked(meta, consumers, handle.origin if key is None else None)
             choice = None if use is None else self._choose(use, tensor, origin)
             if choice is not None and choice.action is Action.KEEP:
-                row.why = choice.why
+                entry.why = choice.why
                 self._note((use, choice))
                 return
             for codec in lossless:
@@ -445,25 +445,25 @@ class Session:
                 on_purpose = on_purpose or choice.action is Action.OFFLOAD or type(choice.codec) is Raw
             used.update(dict.fromkeys(lossless))
             asked.append((tensor, use, choice, lossless, origin))
-        if total >= row.plain and not on_purpose:
-            row.why = "packing would not make it smaller"
-            self._note(*((use, Choice.keep(row.why)) for _, use, *_ in asked))
+        if total >= entry.plain and not on_purpose:
+            entry.why = "packing would not make it smaller"
+            self._note(*((use, Choice.keep(entry.why)) for _, use, *_ in asked))
             return
         try:
-            for (key, meta, _, consumers), (tensor, _, choice, lossless, origin) in zip(plans, asked, strict=True):
-                handle.parts[key] = self._carry_out(handle, tensor, meta, consumers, choice, lossless, origin)
+            for (key, meta, _, consumers), (tensor, _, choice, lossless, origin) in zip(extents, asked, strict=True):
+                handle.encoded[key] = self._carry_out(handle, tensor, meta, consumers, choice, lossless, origin)
         except NotRepresentable as reason:
-            handle.parts.clear()
-            row.why = f"kept exactly: {reason}"
-            self._note(*((use, Choice.keep(row.why)) for _, use, *_ in asked))
+            handle.encoded.clear()
+            entry.why = f"kept exactly: {reason}"
+            self._note(*((use, Choice.keep(entry.why)) for _, use, *_ in asked))
             return
         handle.raw = None
         self._note(*((use, choice) for _, use, choice, *_ in asked))
-        for part in handle.parts.values():
-            if isinstance(part.values, Moved):
-                row.away += part.values.nbytes
-                row.place = part.values.place
-        row.compressed(total - row.away, *used)
+        for encoded in handle.encoded.values():
+            if isinstance(encoded.values, Moved):
+                entry.away += encoded.values.nbytes
+                entry.place = encoded.values.place
+        entry.compressed(total - entry.away, *used)
 
     def _asked(
         self, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
@@ -477,7 +477,7 @@ class Session:
             if consumer.lossless is None:
                 need = max(need, consumer.need)
             else:
-                rectified = rectified or masks(consumer, meta)
+                rectified = rectified or is_support(consumer, meta)
                 if consumer.lossless not in lossless:
                     lossless.append(consumer.lossless)
         if need is Need.LOSSLESS:
@@ -513,31 +513,31 @@ class Session:
         choice: Choice | None,
         lossless: list[Codec],
         origin: Origin | None,
-    ) -> Part:
+    ) -> Encoded:
         """Encode a tensor as it was chosen; None stands for a tensor of which only lossless forms are read."""
         if not capture.has_data(tensor):
             # Nothing to pack, and nothing to check: the bytes reported are predicted ones in any case.
             self._without_data = True
             form = SHAPE_ONLY.encode(tensor, key=0)
-            return Part(None if choice is None else form, dict.fromkeys(lossless, form), None)
+            return Encoded(None if choice is None else form, dict.fromkeys(lossless, form), None)
         rebuilt = choice is not None and choice.action is Action.REBUILD
-        rectified = choice is not None and MASK in lossless and any(masks(c, meta) for c in consumers)
+        rectified = choice is not None and SIGN in lossless and any(is_support(c, meta) for c in consumers)
         on_the_way = rectified and not rebuilt  # the codec finds the mask while it looks at the values
-        packs = {c: c.encode(tensor, key=0) for c in lossless if not on_the_way or c != MASK} if lossless else {}
+        packs = {c: c.encode(tensor, key=0) for c in lossless if not on_the_way or c != SIGN} if lossless else {}
         if choice is None:
-            return Part(None, packs, None)
+            return Encoded(None, packs, None)
         if rebuilt:
             assert origin is not None
-            handle.row.why = f"rebuilt from {described(origin)}"
-            return Part(Rebuilt(origin, meta), packs, packs[MASK].buffers[0] if rectified else None)
+            handle.entry.why = f"rebuilt from {described(origin)}"
+            return Encoded(Rebuilt(origin, meta), packs, packs[SIGN].buffers[0] if rectified else None)
         codec = choice.codec or _RAW
         key, support = key_of(consumers[0].site, handle.noise), None
         if on_the_way:
             packed, support = codec.encode_rectified(tensor, key=key)
-            packs[MASK] = Packed(MASK, form_of(tensor)[0], (support,))
+            packs[SIGN] = Packed(SIGN, form_of(tensor)[0], (support,))
         else:
             packed = codec.encode(tensor, key=key)
-        return Part(packed if choice.home == "device" else send(packed, choice.home), packs, support)
+        return Encoded(packed if choice.home == "device" else send(packed, choice.home), packs, support)
 
     # ------------------------------------------------------------ backward
 
@@ -546,21 +546,21 @@ class Session:
         raw = handle.raw
         if raw is not None:
             return reference.read(raw)
-        part = handle.parts.get(None)
+        encoded = handle.encoded.get(None)
         if reference.twin:
-            means = reference.block_means(part or handle.parts[(reference.meta, reference.offset)])
+            means = reference.block_means(encoded or handle.encoded[(reference.meta, reference.offset)])
             if means is not None:
                 return means
-        if part is not None:
+        if encoded is not None:
             lossless = reference.lossless
-            whole = self._decode(handle, part) if lossless is None else part.packs[lossless].decode()
+            whole = self._decode(handle, encoded) if lossless is None else encoded.packs[lossless].decode()
             return reference.view(whole)
-        part = handle.parts[(reference.meta, reference.offset)]
-        packed = part.values if reference.lossless is None else part.packs[reference.lossless]
+        encoded = handle.encoded[(reference.meta, reference.offset)]
+        packed = encoded.values if reference.lossless is None else encoded.packs[reference.lossless]
         assert packed is not None
-        return packed.decode(part.support)
+        return packed.decode(encoded.support)
 
-    def _decode(self, handle: Handle, part: Part) -> Tensor:
+    def _decode(self, handle: Handle, encoded: Encoded) -> Tensor:
         """Decode; keep the result while the next reader may be the same handle's (q, k and v)."""
         last = self._decoded() if self._decoded is not None else None
         decoded = handle.decoded
@@ -568,8 +568,8 @@ class Session:
             last.decoded = None
         self._decoded = None
         if decoded is None:
-            assert part.values is not None
-            decoded = part.values.decode(part.support)
+            assert encoded.values is not None
+            decoded = encoded.values.decode(encoded.support)
         handle.readers -= 1
         if handle.readers > 0:
             handle.decoded = decoded  # dies with the graph, if nobody comes for it

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,39 +127,3 @@ def _moments(share: _Array, x: _Array) -> list[_Array]:
         below = np.concatenate([[0.0], np.cumsum(part)])
         found.append(below[k] + share[k] * bins * (x**power - border[k] ** power) / power)
     return found
-
-
-class Weibull(NamedTuple):
-    """A density on positive numbers, ``exp(-(x / scale)**shape)`` above ``x``; cut at 1 for positions."""
-
-    shape: float
-    scale: float
-
-
-_SHAPES = (0.1, 50.0)
-
-
-def fit_weibull(histogram: Tensor) -> Weibull:
-    """The Weibull density with the mean and variance of ``histogram``, as the published method fits one.
-
-    The cut at 1 is not in the moments, and the shape is kept within 0.1 and 50, so this is a family to compare
-    with; :func:`fit_levels` on the histogram itself needs no family.
-    """
-    share = _density(histogram)
-    if share is None:
-        raise ValueError("cannot fit a density to an empty histogram: all groups were constant or not finite")
-    _, mean, square = (float(m) for m in _moments(share, np.array(1.0)))
-    target = math.log(square / mean**2)
-    low, high = _SHAPES
-    for _ in range(60):  # the ratio of moments falls with the shape
-        middle = (low + high) / 2
-        ratio = math.lgamma(1 + 2 / middle) - 2 * math.lgamma(1 + 1 / middle)
-        low, high = (middle, high) if ratio > target else (low, middle)
-    return Weibull(low, mean / math.exp(math.lgamma(1 + 1 / low)))
-
-
-def weibull_levels(density: Weibull, bits: int) -> tuple[float, ...]:
-    """The best levels for positions spread like ``density``."""
-    border = torch.arange(BINS + 1, dtype=torch.float64) / BINS
-    below = -torch.expm1(-((border / density.scale) ** density.shape))
-    return fit_levels(below.diff(), bits)

@@ -425,8 +425,8 @@ def add_timers(session: lowtide.Session) -> list[float]:
     """Collect the seconds spent in the session's own pack and unpack, one entry a call."""
     spent: list[float] = []
 
-    def timed(name: str) -> None:
-        inner = getattr(session, name)
+    def timed(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
 
         def run(*arguments: Any) -> Any:
             start = time.perf_counter()
@@ -434,11 +434,10 @@ def add_timers(session: lowtide.Session) -> list[float]:
             spent.append(time.perf_counter() - start)
             return result
 
-        setattr(session, name, run)
+        setattr(owner, name, run)
 
-    for name in ("_visit", "_seal", "_unpack"):
-        timed(name)
-    session._capture._visit = session._visit
+    for owner, name in ((session, "_visit"), (session, "_unpack"), (session._packer, "seal")):
+        timed(owner, name)
     return spent
 
 

@@ -1,6 +1,7 @@
 """The lifetime of a compressed forward: what stands for saved tensors, and what is counted."""
 
 from .memory import forget
-from .session import MIN_NUMEL, OPENER, Session, attached, new_session
+from .opening import MIN_NUMEL, OPENER, attached, new_session
+from .session import Session
 
 __all__ = ["MIN_NUMEL", "OPENER", "Session", "attached", "forget", "new_session"]

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..codecs import FLOATS, Codec, NotRepresentable, Packed, Raw, TensorMeta
-from ..codecs.base import form_of
+from ..codecs import FLOATS, TensorMeta
 from ..graph import capture
 from ..graph.capture import Capture, Site, Slot
 from ..graph.derive import Origin, origin_of
 from ..graph.rules import Need, rule_for
-from ..policy.choice import Action, Choice
-from ..policy.methods import Method, Planned, resolve
+from ..policy.choice import Choice
+from ..policy.methods import Method
 from ..policy.plan import Plan
 from ..policy.policy import Policy
 from ..policy.scope import Scope
@@ -31,37 +30,24 @@ from ..policy.tuners.base import Probed
 from ..policy.use import Use
 from ..report import Report, size
 from .handles import (
-    SIGN,
     Consumer,
     Encoded,
     Handle,
-    Rebuilt,
     Recast,
     Reference,
     Shape,
-    cut,
-    described,
-    is_support,
-    need_of,
-    rebuilder,
     roots_of,
-    sites_of,
 )
 from .ledger import SHAPE_ONLY, Entry, Ledger
-from .memory import recall
-from .noise import forward_noise, key_of
-from .offload import Moved, send
+from .noise import forward_noise
+from .packing import Packer
 from .replay import Sketch, gradients
-
-MIN_NUMEL = 4096
-"""Smaller tensors stay exact: they hold few bytes, and packing one costs some 20 microseconds."""
 
 _RECENT = 12
 _SMALL_FACTOR = 1 << 16  # values; a factor that is copied for rebuilding, such as the weight of a norm, has no more
 _BY_DATA = "its memory was reached by .data, through which changes do not show"
 _HALVES = (torch.bfloat16, torch.float16)
 _STATE_FORMAT = 1
-_RAW = Raw()
 
 
 class Session:
@@ -81,7 +67,7 @@ class Session:
         self._model = model
         self._scope = scope
         self._steps = itertools.count(1) if steps is None else steps
-        self._chosen: list[tuple[Use, Choice]] = []
+        self._packer = Packer(policy)
         self._probing = False
         self._repeated: tuple[Callable[[], Tensor], int] | None = None
         self._abilities = capture.probe()
@@ -98,7 +84,6 @@ class Session:
         self._waiting: deque[weakref.ref[Handle]] = deque()
         self._decoded: weakref.ref[Handle] | None = None
         self._ledger = Ledger()
-        self._without_data = False
 
     @property
     def method(self) -> Method:
@@ -128,8 +113,7 @@ class Session:
         storages = [capture.storage_of(t) for t in parts if capture.has_storage(t)]
         self._static = {capture.storage_id(s): weakref.ref(s) for s in storages if s is not None}
         self._ledger.clear()
-        self._without_data = False
-        self._chosen.clear()
+        self._packer.clear()
         self._forget()
         if self.policy.tuner is not None:
             self.policy.tuner.begin(self.step)
@@ -419,125 +403,8 @@ class Session:
         if sole is not None and capture.use_count(handle.identity) > sole:
             return False
         if capture.version_of(raw) == handle.version:
-            self._seal(handle, raw)
+            self._packer.seal(handle, raw)
         return True
-
-    def _seal(self, handle: Handle, raw: Tensor) -> None:
-        """Encode the storage, or, where less than all of it is read, each part that is; or note why it stays."""
-        extents = handle.extents()
-        entry = handle.entry
-        total, asked = 0, []
-        used: dict[object, None] = {}
-        on_purpose = False
-        for key, meta, offset, consumers in extents:
-            tensor = cut(raw, meta, offset)
-            use, lossless, origin = self._asked(meta, consumers, handle.origin if key is None else None)
-            choice = None if use is None else self._choose(use, tensor, origin)
-            if choice is not None and choice.action is Action.KEEP:
-                entry.why = choice.why
-                self._note((use, choice))
-                return
-            for codec in lossless:
-                total += codec.packed_nbytes(meta)
-            if choice is not None:
-                total += choice.nbytes(meta)
-                used[choice.codec or choice.action.shown] = None
-                on_purpose = on_purpose or choice.action is Action.OFFLOAD or type(choice.codec) is Raw
-            used.update(dict.fromkeys(lossless))
-            asked.append((tensor, use, choice, lossless, origin))
-        if total >= entry.plain and not on_purpose:
-            entry.why = "packing would not make it smaller"
-            self._note(*((use, Choice.keep(entry.why)) for _, use, *_ in asked))
-            return
-        try:
-            for (key, meta, _, consumers), (tensor, _, choice, lossless, origin) in zip(extents, asked, strict=True):
-                handle.encoded[key] = self._carry_out(handle, tensor, meta, consumers, choice, lossless, origin)
-        except NotRepresentable as reason:
-            handle.encoded.clear()
-            entry.why = f"kept exactly: {reason}"
-            self._note(*((use, Choice.keep(entry.why)) for _, use, *_ in asked))
-            return
-        handle.raw = None
-        self._note(*((use, choice) for _, use, choice, *_ in asked))
-        for encoded in handle.encoded.values():
-            if isinstance(encoded.values, Moved):
-                entry.away += encoded.values.nbytes
-                entry.place = encoded.values.place
-        entry.compressed(total - entry.away, *used)
-
-    def _asked(
-        self, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
-    ) -> tuple[Use | None, list[Codec], Origin | None]:
-        """What all consumers of a tensor want: its values (if any does), lossless forms; and how to rebuild it."""
-        lossless: list[Codec] = []
-        need, spatial, rectified, sites = Need.LOSSLESS, False, False, []
-        for consumer in consumers:
-            sites.append(consumer.site)
-            spatial = spatial or consumer.spatial
-            if consumer.lossless is None:
-                need = max(need, consumer.need)
-            else:
-                rectified = rectified or is_support(consumer, meta)
-                if consumer.lossless not in lossless:
-                    lossless.append(consumer.lossless)
-        if need is Need.LOSSLESS:
-            return None, lossless, None
-        if origin is None or (origin.rectified and not rectified):
-            return Use(need, meta, spatial, tuple(sites), (), rectified), lossless, None
-        return Use(need, meta, spatial, tuple(sites), sites_of(origin), rectified, need_of(origin)), lossless, origin
-
-    def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> Choice:
-        """Ask the policy; what cannot be carried out on this tensor, or would change nothing, becomes a keep."""
-        from_sources = None if self.policy.tuner is None else rebuilder(origin, tensor, use.meta)
-        choice = self.policy.choose(use, tensor, from_sources)
-        if choice.action is Action.OFFLOAD and choice.home == "host" and tensor.device.type == "cpu":
-            return Choice.keep("it lies in host memory as it is")
-        try:
-            choice.nbytes(use.meta)
-        except ValueError as error:
-            return Choice.keep(f"its codec does not fit: {error}")
-        return choice
-
-    def _note(self, *decided: tuple[Use | None, Choice | None]) -> None:
-        """Remember what was decided about values, for the plan; small tensors are no decision."""
-        for use, choice in decided:
-            if use is not None and choice is not None and use.meta.numel >= self.policy.min_numel:
-                self._chosen.append((use, choice))
-
-    def _carry_out(
-        self,
-        handle: Handle,
-        tensor: Tensor,
-        meta: TensorMeta,
-        consumers: list[Consumer],
-        choice: Choice | None,
-        lossless: list[Codec],
-        origin: Origin | None,
-    ) -> Encoded:
-        """Encode a tensor as it was chosen; None stands for a tensor of which only lossless forms are read."""
-        if not capture.has_data(tensor):
-            # Nothing to pack, and nothing to check: the bytes reported are predicted ones in any case.
-            self._without_data = True
-            form = SHAPE_ONLY.encode(tensor, key=0)
-            return Encoded(None if choice is None else form, dict.fromkeys(lossless, form), None)
-        rebuilt = choice is not None and choice.action is Action.REBUILD
-        rectified = choice is not None and SIGN in lossless and any(is_support(c, meta) for c in consumers)
-        on_the_way = rectified and not rebuilt  # the codec finds the mask while it looks at the values
-        packs = {c: c.encode(tensor, key=0) for c in lossless if not on_the_way or c != SIGN} if lossless else {}
-        if choice is None:
-            return Encoded(None, packs, None)
-        if rebuilt:
-            assert origin is not None
-            handle.entry.why = f"rebuilt from {described(origin)}"
-            return Encoded(Rebuilt(origin, meta), packs, packs[SIGN].buffers[0] if rectified else None)
-        codec = choice.codec or _RAW
-        key, support = key_of(consumers[0].site, handle.noise), None
-        if on_the_way:
-            packed, support = codec.encode_rectified(tensor, key=key)
-            packs[SIGN] = Packed(SIGN, form_of(tensor)[0], (support,))
-        else:
-            packed = codec.encode(tensor, key=key)
-        return Encoded(packed if choice.home == "device" else send(packed, choice.home), packs, support)
 
     # ------------------------------------------------------------ backward
 
@@ -581,7 +448,7 @@ class Session:
     @property
     def chosen(self) -> dict[Use, Choice]:
         """What the last forward did to each tensor whose values may be approximated, by what was known of it."""
-        return dict(self._chosen)
+        return dict(self._packer.chosen)
 
     def plan(self) -> Plan:
         """What the last forward did, as a plan that can be saved and run again.
@@ -589,7 +456,7 @@ class Session:
         Each tensor is listed at every site that saved it. Masks, indices and shapes are not listed, because every
         method keeps them losslessly, and neither are small tensors.
         """
-        return Plan({site: choice for use, choice in self._chosen for site in use.sites}, str(self.method))
+        return Plan({site: choice for use, choice in self._packer.chosen for site in use.sites}, str(self.method))
 
     @property
     def adapts(self) -> bool:
@@ -732,7 +599,7 @@ class Session:
             notes.append(f"torch {torch.__version__} hides saved tensors: nothing was compressed")
         if self._abilities.sole is None:
             notes.append("torch hides storage owners: tensors were encoded as soon as they were saved")
-        if self._without_data:
+        if self._packer.without_data:
             notes.append(
                 "tensors without data: bytes are those of a real run, if every tensor has the values its rule expects"
             )
@@ -748,50 +615,3 @@ class Session:
             notes.append(f"{size(nbytes)} of packed values are {place}, not on the device, and not counted as stored")
         notes += self.method.notes(self.plan())
         return Report(str(self.method), self._ledger.finished(), tuple(notes), ran)
-
-
-OPENER = "opens_lowtide_session"
-"""The attribute by which hooks of an attached model are known."""
-
-
-def attached(model: nn.Module) -> bool:
-    """Is any module of ``model`` attached?"""
-    return any(getattr(h, OPENER, False) for m in model.modules() for h in capture.pre_hooks(m))
-
-
-def new_session(
-    model: nn.Module,
-    method: str | Method | Codec | Plan,
-    options: Mapping[str, Any],
-    *,
-    seed: int = 0,
-    min_numel: int = MIN_NUMEL,
-    derive: bool = False,
-    include: str | Iterable[str] = (),
-    exclude: str | Iterable[str] = (),
-    remembers: bool = False,
-) -> Session:
-    """A session that is not open yet, for what a user named; raises if the arguments make no sense.
-
-    With ``remembers`` it shares what it learns, and the count of steps, with all such sessions of the same model and
-    the same arguments.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    if next(model.parameters(), None) is None:
-        raise ValueError("the model has no parameters, so there is no training memory to compress")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be a whole number; got {seed!r}")
-    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
-        raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
-    if not isinstance(derive, bool):
-        raise TypeError(f"derive must be True or False; got {derive!r}")
-    scope = Scope.of(model, include, exclude)
-    resolved = resolve(method, options)
-    if isinstance(resolved, Planned):
-        resolved.require_some_module(model)
-    policy = Policy(resolved, model, min_numel, derive)
-    if not remembers or not isinstance(resolved, Hashable):
-        return Session(model, policy, seed, scope)
-    memory = recall(model, (resolved, min_numel, derive, scope, seed), policy)
-    return Session(model, memory.policy, seed, scope, memory.steps)

@@ -1,0 +1,66 @@
+"""How a session is made for what a user named: arguments checked, memory recalled."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..codecs import Codec
+from ..graph import capture
+from ..policy.methods import Method, Planned, resolve
+from ..policy.plan import Plan
+from ..policy.policy import Policy
+from ..policy.scope import Scope
+from .memory import recall
+from .session import Session
+
+MIN_NUMEL = 4096
+"""Smaller tensors stay exact: they hold few bytes, and packing one costs some 20 microseconds."""
+
+OPENER = "opens_lowtide_session"
+"""The attribute by which hooks of an attached model are known."""
+
+
+def attached(model: nn.Module) -> bool:
+    """Is any module of ``model`` attached?"""
+    return any(getattr(h, OPENER, False) for m in model.modules() for h in capture.pre_hooks(m))
+
+
+def new_session(
+    model: nn.Module,
+    method: str | Method | Codec | Plan,
+    options: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    min_numel: int = MIN_NUMEL,
+    derive: bool = False,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    remembers: bool = False,
+) -> Session:
+    """A session that is not open yet, for what a user named; raises if the arguments make no sense.
+
+    With ``remembers`` it shares what it learns, and the count of steps, with all such sessions of the same model and
+    the same arguments.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if next(model.parameters(), None) is None:
+        raise ValueError("the model has no parameters, so there is no training memory to compress")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number; got {seed!r}")
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
+        raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
+    if not isinstance(derive, bool):
+        raise TypeError(f"derive must be True or False; got {derive!r}")
+    scope = Scope.of(model, include, exclude)
+    resolved = resolve(method, options)
+    if isinstance(resolved, Planned):
+        resolved.require_some_module(model)
+    policy = Policy(resolved, model, min_numel, derive)
+    if not remembers or not isinstance(resolved, Hashable):
+        return Session(model, policy, seed, scope)
+    memory = recall(model, (resolved, min_numel, derive, scope, seed), policy)
+    return Session(model, memory.policy, seed, scope, memory.steps)

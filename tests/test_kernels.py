@@ -983,18 +983,19 @@ def test_notice_and_cache(tmp_path: Path) -> None:
 
 
 def test_a_broken_cache_is_filled_again(tmp_path: Path) -> None:
-    code = "torch.set_num_threads(2); check(); assert kernels.status()['quantize_groups'] == 'numba', kernels.status()"
+    code = """
+        torch.set_num_threads(2)
+        ops.pack_band(torch.randn(1 << 20), 0.0, 1.0, True, False)  # many values, so that a team is launched
+        assert kernels.status()['pack_band'] == 'numba', kernels.status()
+    """
     run(code, NUMBA_CACHE_DIR=str(tmp_path))
-    for pattern, part in (("*.team-*.nbi", 0.0), ("*.team-*.nbi", 0.5), ("*.team-*.nbc", 0.0), ("*.team-*.nbc", 0.9)):
+    for pattern, part in (("*.team-*.nbi", 0.5), ("*.team-*.nbc", 0.0), ("*.nb?", 0.1)):
         files = list(tmp_path.rglob(pattern))
         assert files
         for file in files:
             file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
         assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == NOTICE, (pattern, part)
-        assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == "", (pattern, part)
-    for file in tmp_path.rglob("*.nb?"):  # those of the kernel too
-        file.write_bytes(file.read_bytes()[:100])
-    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == NOTICE
+    assert run(code, NUMBA_CACHE_DIR=str(tmp_path)).stderr == ""
 
 
 def test_the_cache_looks_at_every_file(tmp_path: Path) -> None:
@@ -1006,7 +1007,7 @@ def test_the_cache_looks_at_every_file(tmp_path: Path) -> None:
         layout.__loader__ = Other if {other} else layout.__loader__
         cpu.compile('unpack_uints')
     """
-    for other, notice in ((False, NOTICE), (False, ""), (True, NOTICE), (True, ""), (False, "")):
+    for other, notice in ((False, NOTICE), (True, NOTICE), (False, "")):
         assert run(code.format(other=other), NUMBA_CACHE_DIR=str(tmp_path)).stderr == notice
 
 

@@ -1006,4 +1006,4 @@ def test_report_names_kernels_that_fell_back(monkeypatch):
 def test_report_tells_which_kernels_ran():
     with lowtide.compress(net(), "actnn", min_numel=0) as session:
         net()(torch.randn(64, 32)).sum()
-    assert session.report().kernels["cpu"]["quantize_groups"] == "numba"
+    assert session.report().kernels["cpu"]["quantize_groups"].startswith("numba")  # a test may have needed both

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..codecs import Packed
 
-HOMES = ("device", "host", "file")
 _PLACES = {"host": "in host memory", "file": "in a file"}
 _ALIGNED = 64
 

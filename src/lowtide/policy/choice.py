@@ -94,15 +94,11 @@ class Choice:
     @property
     def exact(self) -> bool:
         """Does backward read the very values that the forward had? A rebuilt tensor has the noise of its sources."""
-        if self.action is Action.STORE:
-            assert self.codec is not None
-            return self.codec.exact
-        return self.action is not Action.REBUILD
+        return self.action is not Action.REBUILD if self.codec is None else self.codec.exact
 
     def nbytes(self, meta: TensorMeta) -> int:
         """Bytes that this choice spends on a tensor, wherever they lie."""
-        if self.action is Action.STORE:
-            assert self.codec is not None
+        if self.codec is not None:
             return self.codec.packed_nbytes(meta)
         return 0 if self.action is Action.REBUILD else meta.nbytes
 

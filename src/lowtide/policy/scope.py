@@ -29,6 +29,8 @@ class Scope:
     def of(cls, model: nn.Module, include: object, exclude: object) -> Scope | None:
         """The scope that a user asked for, checked against the model; None if every module is meant."""
         scope = cls(_patterns(include, "include"), _patterns(exclude, "exclude"))
+        if not scope.include and not scope.exclude:
+            return None
         names = [name for name, _ in model.named_modules()]
         for option, patterns in (("include", scope.include), ("exclude", scope.exclude)):
             for pattern in patterns:
@@ -38,7 +40,7 @@ class Scope:
                         f"no module matches {option}={pattern!r}; modules go by their paths in named_modules(), such "
                         f"as {', '.join(map(repr, near)) or 'none here'}"
                     )
-        return scope if scope.include or scope.exclude else None
+        return scope
 
     def reason(self, module: str) -> str | None:
         """Why tensors saved in this module are left alone; None if they are not."""

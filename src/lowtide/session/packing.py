@@ -36,46 +36,51 @@ class Packer:
         self.without_data = False
 
     def seal(self, handle: Handle, raw: Tensor) -> None:
-        """Encode the storage, or, where less than all of it is read, each part that is; or note why it stays."""
-        extents = handle.extents()
-        entry = handle.entry
+        """Encode the storage, or, where less than all of it is read, each stretch that is; or note why it stays."""
+        entry, extents = handle.entry, handle.extents()
         total, asked = 0, []
         used: dict[object, None] = {}
-        on_purpose = False
+        on_purpose = moved = False  # is it stored even if that saves no bytes? do bytes leave the device?
         for key, meta, offset, consumers in extents:
             tensor = cut(raw, meta, offset)
             use, lossless, origin = self._asked(meta, consumers, handle.origin if key is None else None)
-            choice = None if use is None else self._choose(use, tensor, origin)
-            if choice is not None and choice.action is Action.KEEP:
-                entry.why = choice.why
-                self._note((use, choice))
-                return
+            choice = None
+            if use is not None:
+                choice, nbytes = self._choose(use, tensor, origin)
+                action, codec = choice.action, choice.codec
+                if action is Action.KEEP:
+                    entry.why = choice.why
+                    self._note(use, choice)
+                    return
+                total += nbytes
+                used[codec or action.shown] = None
+                on_purpose = on_purpose or action is Action.OFFLOAD or type(codec) is Raw
+                moved = moved or choice.home != "device"
             for codec in lossless:
                 total += codec.packed_nbytes(meta)
-            if choice is not None:
-                total += choice.nbytes(meta)
-                used[choice.codec or choice.action.shown] = None
-                on_purpose = on_purpose or choice.action is Action.OFFLOAD or type(choice.codec) is Raw
-            used.update(dict.fromkeys(lossless))
+                used[codec] = None
             asked.append((tensor, use, choice, lossless, origin))
-        if total >= entry.plain and not on_purpose:
-            entry.why = "packing would not make it smaller"
-            self._note(*((use, Choice.keep(entry.why)) for _, use, *_ in asked))
-            return
-        try:
-            for (key, meta, _, consumers), (tensor, _, choice, lossless, origin) in zip(extents, asked, strict=True):
-                handle.encoded[key] = self._carry_out(handle, tensor, meta, consumers, choice, lossless, origin)
-        except NotRepresentable as reason:
-            handle.encoded.clear()
-            entry.why = f"kept exactly: {reason}"
-            self._note(*((use, Choice.keep(entry.why)) for _, use, *_ in asked))
+        why = "packing would not make it smaller" if total >= entry.plain and not on_purpose else None
+        if why is None:
+            try:
+                for (key, meta, _, consumers), (tensor, _, choice, lossless, origin) in zip(
+                    extents, asked, strict=True
+                ):
+                    handle.encoded[key] = self._carry_out(handle, tensor, meta, consumers, choice, lossless, origin)
+            except NotRepresentable as reason:
+                handle.encoded.clear()
+                why = f"kept exactly: {reason}"
+        for _, use, choice, _, _ in asked:
+            self._note(use, choice if why is None else Choice.keep(why))
+        if why is not None:
+            entry.why = why
             return
         handle.raw = None
-        self._note(*((use, choice) for _, use, choice, *_ in asked))
-        for encoded in handle.encoded.values():
-            if isinstance(encoded.values, Moved):
-                entry.away += encoded.values.nbytes
-                entry.place = encoded.values.place
+        if moved:
+            for encoded in handle.encoded.values():
+                if isinstance(encoded.values, Moved):
+                    entry.away += encoded.values.nbytes
+                    entry.place = encoded.values.place
         entry.compressed(total - entry.away, *used)
 
     def _asked(
@@ -99,23 +104,22 @@ class Packer:
             return Use(need, meta, spatial, tuple(sites), (), rectified), lossless, None
         return Use(need, meta, spatial, tuple(sites), sites_of(origin), rectified, need_of(origin)), lossless, origin
 
-    def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> Choice:
-        """Ask the policy; what cannot be carried out on this tensor, or would change nothing, becomes a keep."""
-        from_sources = None if self.policy.tuner is None else rebuilder(origin, tensor, use.meta)
-        choice = self.policy.choose(use, tensor, from_sources)
+    def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> tuple[Choice, int]:
+        """Ask the policy; the choice and its bytes. What cannot be carried out here, or changes nothing, is a keep."""
+        policy = self.policy
+        from_sources = None if policy.tuner is None else rebuilder(origin, tensor, use.meta)
+        choice = policy.choose(use, tensor, from_sources)
         if choice.action is Action.OFFLOAD and choice.home == "host" and tensor.device.type == "cpu":
-            return Choice.keep("it lies in host memory as it is")
+            return Choice.keep("it lies in host memory as it is"), 0
         try:
-            choice.nbytes(use.meta)
+            return choice, choice.nbytes(use.meta)
         except ValueError as error:
-            return Choice.keep(f"its codec does not fit: {error}")
-        return choice
+            return Choice.keep(f"its codec does not fit: {error}"), 0
 
-    def _note(self, *decided: tuple[Use | None, Choice | None]) -> None:
+    def _note(self, use: Use | None, choice: Choice | None) -> None:
         """Remember what was decided about values, for the plan; small tensors are no decision."""
-        for use, choice in decided:
-            if use is not None and choice is not None and use.meta.numel >= self.policy.min_numel:
-                self.chosen.append((use, choice))
+        if use is not None and choice is not None and use.meta.numel >= self.policy.min_numel:
+            self.chosen.append((use, choice))
 
     def _carry_out(
         self,

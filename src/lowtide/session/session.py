@@ -67,6 +67,7 @@ class Session:
         self._model = model
         self._scope = scope
         self._steps = itertools.count(1) if steps is None else steps
+        self._rebuilds = policy.rebuilds
         self._packer = Packer(policy)
         self._probing = False
         self._repeated: tuple[Callable[[], Tensor], int] | None = None
@@ -119,7 +120,7 @@ class Session:
             self.policy.tuner.begin(self.step)
         self._capture = Capture(
             *(self._model, self._visit, self._settle, self._start_forward, self._expose),
-            *(self.policy.twin, self.policy.rebuilds),
+            *(self.policy.twin, self._rebuilds),
         )
         self._begun = False
         self._number_forward(1)
@@ -202,7 +203,7 @@ class Session:
             self._keep_odd(slot.site, tensor)
             return
         identity = capture.storage_id(storage)
-        if self._is_static(identity, storage):
+        if identity in self._static and self._is_static(identity, storage):
             return
         if self._scope is not None and (outside := self._scope.reason(slot.site.module)) is not None:
             self._count(slot, identity, outside, kept=True)
@@ -270,7 +271,7 @@ class Session:
             whole = capture.base_of(tensor) if numel != total else None
             base = None if whole is None else TensorMeta.of(whole)
             handle = Handle(tensor.detach(), identity, base, total, self._noise, entry)
-            if self.policy.rebuilds:
+            if self._rebuilds:
                 handle.origin = self._origin(capture.base_of(tensor), tensor, total)
             reference = weakref.ref(handle)
             self._handles[identity] = reference
@@ -279,7 +280,7 @@ class Session:
         if consumer.lossless is None and not slot.twin:
             handle.readers += 1
         light = Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
-        if self.policy.rebuilds:
+        if self._rebuilds:
             slot.remember(light)
         tuner = self.policy.tuner
         if tuner is not None and consumer.lossless is None and tuner.wants_gradient(consumer.site, consumer.need):

@@ -332,6 +332,21 @@ def test_memory_is_shared_by_equal_arguments_only_and_dies_with_the_model():
     assert gone() is None
 
 
+def test_a_method_that_cannot_be_hashed_remembers_nothing_and_runs():
+    class Listed(lowtide.Method):
+        name = "listed"
+        __hash__ = None
+
+        def choose(self, use):
+            return Choice.store(GroupQuant(4))
+
+    model, x, y = case("perceptron")
+    for _ in range(2):
+        with lowtide.compress(model, Listed(), min_numel=512) as session:
+            functional.cross_entropy(model(x), y)
+        assert session.step == 1
+
+
 # ---------------------------------------------------------------- every method on every kind of tensor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -25,9 +25,12 @@ class Memory:
 _memories: WeakKeyDictionary[nn.Module, dict[Hashable, Memory]] = WeakKeyDictionary()
 
 
-def recall(model: nn.Module, settings: Hashable, policy: Policy) -> Memory:
-    """What sessions with equal ``settings`` share for ``model``; ``policy`` if there is nothing yet."""
-    return _memories.setdefault(model, {}).setdefault(settings, Memory(policy))
+def recall(model: nn.Module, settings: Hashable, begin: Callable[[], Policy]) -> Memory:
+    """What sessions with equal ``settings`` share for ``model``; what ``begin`` gives if there is nothing yet."""
+    known = _memories.setdefault(model, {})
+    if settings not in known:
+        known[settings] = Memory(begin())
+    return known[settings]
 
 
 def forget(model: nn.Module) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -59,8 +60,17 @@ def new_session(
     resolved = resolve(method, options)
     if isinstance(resolved, Planned):
         resolved.require_some_module(model)
-    policy = Policy(resolved, model, min_numel, derive)
-    if not remembers or not isinstance(resolved, Hashable):
-        return Session(model, policy, seed, scope)
-    memory = recall(model, (resolved, min_numel, derive, scope, seed), policy)
+    begin = partial(Policy, resolved, model, min_numel, derive)
+    if not remembers or not _is_hashable(resolved):
+        return Session(model, begin(), seed, scope)
+    memory = recall(model, (resolved, min_numel, derive, scope, seed), begin)
     return Session(model, memory.policy, seed, scope, memory.steps)
+
+
+def _is_hashable(method: Method) -> bool:
+    """Can it be told from others? A user's method or codec that holds a list, say, remembers nothing."""
+    try:
+        hash(method)
+    except TypeError:
+        return False
+    return True

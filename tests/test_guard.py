@@ -233,6 +233,66 @@ def error_of(model, handle):
     return math.sqrt(square / sum(float(g.square().sum()) for g in exact.values()))
 
 
+def test_outputs_of_one_node_are_all_looked_at():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return self.b(input=torch.relu(self.a(x))).chunk(2, -1)
+
+    model = Halves()
+    handle = lowtide.attach(model, "actnn", min_numel=0, guard=Guard(every=1))
+    for _ in range(2):
+        model(torch.randn(64, 16))[1].square().sum().backward()
+    assert len(handle.guard.readings) == 2
+    handle.remove()
+
+
+def test_a_batch_norm_may_be_called_by_keyword():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm = nn.Linear(16, 64), nn.BatchNorm1d(64)
+
+        def forward(self, x):
+            return self.norm(input=self.a(x))
+
+    model = Named()
+    handle = lowtide.attach(model, "actnn", min_numel=0, guard=Guard(every=1))
+    for _ in range(3):
+        model(torch.randn(1024, 16)).square().sum().backward()
+    assert handle.guard.off is None
+    assert len(handle.guard.readings) == 3
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    "change", [{"readings": [1]}, {"readings": 3}, {"evidence": {}}, {"raised": None}, {"evidence": "short"}]
+)
+def test_a_broken_state_of_a_guard_changes_nothing(change):
+    model = net()
+    handle = lowtide.attach(model, "actnn", guard=Guard(every=1))
+    train(model, steps=2)
+    state = handle.state_dict()
+    before = json.dumps(state)
+    guard = {**state["guard"], **change}
+    if guard["evidence"] == "short":
+        guard["evidence"] = {**state["guard"]["evidence"], "stakes": [0.1]}
+    with pytest.raises(ValueError, match="the guard's state cannot be read"):
+        handle.load_state_dict({**state, "step": 77, "guard": guard})
+    assert json.dumps(handle.state_dict()) == before
+
+
+def test_what_is_raised_stays_in_its_home():
+    use = Use(Need.LINEAR, lowtide.codecs.TensorMeta((64, 64), (64, 1), torch.float32), False, ())
+    choice = lowtide.Choice.store(GroupQuant(2), "file")
+    assert _better(use, choice) == lowtide.Choice.store(GroupQuant(4, layout="row"), "file")
+    choice = lowtide.Choice.store(Cast("bfloat16"), "file")
+    assert _better(use, choice) == lowtide.Choice.offload("file")
+
+
 def test_the_ladder_ends_at_exact():
     use = Use(Need.LINEAR, lowtide.codecs.TensorMeta((64, 64), (64, 1), torch.float32), False, ())
     choice, seen = lowtide.Choice.store(GroupQuant(1)), []

@@ -125,10 +125,23 @@ def test_a_rule_is_taken_back_and_replaced():
     assert codec() == ""
 
 
+def test_a_rule_for_a_class_does_not_serve_another_of_its_name():
+    undo = lowtide.register_rule(Rms, "tensors[0]", need="linear", why="a test")
+    other = type("Rms", (torch.autograd.Function,), {"forward": Rms.forward, "backward": Rms.backward})
+    model, x = Net(), torch.randn(128, 64)
+    for function, state in ((Rms, "compressed"), (other, "exact")):
+        with lowtide.compress(model, "actnn") as session:
+            function.apply(model.a(x), model.weight).sum()
+        row = next(row for row in session.report().sites if row.site.op == "Rms" and row.site.slot == "tensors[0]")
+        assert row.state == state
+    undo()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"function": 3}, TypeError, "function must be a torch.autograd.Function or its name; got 3"),
+        ({"function": Rms.apply}, TypeError, "function must be a torch.autograd.Function or its name"),
         ({"function": nn.Linear}, TypeError, "function must be a torch.autograd.Function or its name"),
         ({"slot": "input"}, ValueError, r"slot must be 'tensors\[i\]'"),
         ({"slot": 0}, ValueError, r"slot must be 'tensors\[i\]'"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
 from lowtide.session.replay import (
     NotDivisible,
     Sketch,
@@ -436,3 +437,30 @@ def test_broken_gradients_show_and_wrong_names_are_named():
         Sketch(model).of({"q": torch.ones(1)})
     with pytest.raises(ValueError, match="width"):
         Sketch(model, width=0)
+
+
+def test_a_buffer_that_was_none_is_none_again():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("cache", None)
+
+        def forward(self, x):
+            if self.cache is None:
+                self.cache = torch.ones(len(x), 1)
+            return self.linear(x * self.cache)
+
+    model = Lazy()
+    gradients(model, lambda: model(torch.randn(8, 4)).sum())
+    assert model.cache is None
+
+
+def test_a_default_device_does_not_matter():
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1)), torch.randn(512, 8)
+    handle = lowtide.attach(model, "gact")
+    model(x).sum().backward()
+    with torch.device("meta"):
+        handle.adapt(lambda: model(x).sum())
+        handle.remove()
+        assert lowtide.check(model, x, lambda m, b: m(b).square().mean(), "actnn", seconds=0.5).ok

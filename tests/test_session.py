@@ -677,6 +677,30 @@ def test_an_interrupt_does_not_leave_an_attached_session_open():
         assert not nn.modules.module._global_forward_hooks
 
 
+def test_an_interrupt_of_an_attached_forward_leaves_other_models_alone():
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            self.linear(x)
+            raise KeyboardInterrupt
+
+    other, x = net(), torch.randn(64, 32)
+    other(x).square().sum().backward()
+    exact = [p.grad.clone() for p in other.parameters()]
+    other.zero_grad()
+    attached = Stops()
+    handle = lowtide.attach(attached, "actnn", min_numel=0)
+    with pytest.raises(KeyboardInterrupt):
+        attached(x)
+    other(x).square().sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(other.parameters(), exact, strict=True))
+    assert torch._C._len_torch_function_stack() == 0
+    handle.remove()
+
+
 def test_remove_within_a_forward_leaves_nothing():
     class Removes(nn.Module):
         def __init__(self):

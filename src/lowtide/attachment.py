@@ -83,9 +83,14 @@ class Attachment:
         if ("guard" in state) != (self.guard is not None):
             has, lacks = ("this state", "this attachment") if "guard" in state else ("this attachment", "this state")
             raise ValueError(f"{has} has a guard and {lacks} has none; give attach() the same guard as before")
+        before = self._session.state_dict()
         self._session.load_state_dict({key: value for key, value in state.items() if key != "guard"})
         if self.guard is not None:
-            self.guard.load_state_dict(state["guard"])
+            try:
+                self.guard.load_state_dict(state["guard"])
+            except ValueError:
+                self._session.load_state_dict(before)
+                raise
 
 
 # Hooks are closures, not bound methods: copy.deepcopy of a model then leaves the session alone.
@@ -144,7 +149,8 @@ def compress(
     Calls in a loop belong together: what an adaptive method learns about ``model`` is kept for the next call with
     the same arguments, as long as the model lives (:func:`lowtide.forget` drops it), and a step that begins with such a
     call is the same, bit for bit, as that step of :func:`attach`. Rounding noise depends on ``seed``, on how many such
-    calls there were for this model before, and on the site; not on sessions of other models.
+    calls there were for this model before, and on the site; not on sessions of other models. So leave ``seed`` alone in
+    a loop: with another seed each step nothing would be learned.
 
     Sessions do not nest: within one, an inner one finds nothing left to do. Under autocast, call backward before the
     optimizer's step, because copies of parameters are cast again instead of kept.

@@ -105,6 +105,10 @@ class Slot(NamedTuple):
             node = parent(node, 0)
         return node is None or type(node).__name__ == _PARAMETER_NODE
 
+    def is_of(self, function: type) -> bool:
+        """Was the tensor saved by this ``autograd.Function``, and not by another of the same name?"""
+        return getattr(type(self.node), "_forward_cls", None) is function
+
     def scalar(self, name: str) -> Any:
         """A number the node saved beside its tensors, such as ``min_val`` or ``kernel_size``."""
         return getattr(self.node, f"_saved_{name}")
@@ -371,6 +375,11 @@ def is_parameter(tensor: Tensor) -> bool:
     return base is not None and (type(base) is nn.Parameter or (base.is_leaf and base.requires_grad))
 
 
+def buffers_of(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    """A module's own buffers by name, those that are None included."""
+    return list(module._buffers.items())
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of, if it is a view."""
     return tensor._base
@@ -502,10 +511,11 @@ def _note_version(node: Any, result: Tensor, source: Any) -> None:
 class Capture(TorchFunctionMode):
     """Offers every newly saved tensor to ``visit`` and calls ``settle`` after each torch call.
 
-    ``starting`` is called when the forward of the model itself begins, and ``exposed`` with the storage of a tensor
-    whose ``.data`` somebody asks for. ``twin`` may give another callable for a call; ``versions`` asks for the notes
-    that :func:`is_as_made` reads. Module hooks are torch's global ones, put up while the capture is open: the model's
-    own hooks stay as they are, and one registration serves all modules.
+    ``starting`` is called when the forward of the model itself begins, ``exposed`` with the storage of a tensor whose
+    ``.data`` somebody asks for, and ``foreign`` when a module begins that is not the model's. ``twin`` may give another
+    callable for a call; ``versions`` asks for the notes that :func:`is_as_made` reads. Module hooks are torch's global
+    ones, put up while the capture is open: the model's own hooks stay as they are, and one registration serves all
+    modules.
     """
 
     def __init__(
@@ -515,6 +525,7 @@ class Capture(TorchFunctionMode):
         settle: Callable[[], None],
         starting: Callable[[], None],
         exposed: Callable[[Any], None],
+        foreign: Callable[[], None],
         twin: Callable[..., Callable[..., Any] | None] | None = None,
         versions: bool = False,
     ) -> None:
@@ -524,6 +535,7 @@ class Capture(TorchFunctionMode):
         self._settle = settle
         self._starting = starting
         self._exposed = exposed
+        self._foreign = foreign
         self._twin = twin
         self._versions = versions
         self._abilities = probe()
@@ -706,8 +718,11 @@ class Capture(TorchFunctionMode):
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if threading.get_ident() != self._thread:
+            return
         name = self._names.get(module)
-        if name is None or threading.get_ident() != self._thread:
+        if name is None:
+            self._foreign()
             return
         if not name and not self._path:
             self._starting()

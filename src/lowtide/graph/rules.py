@@ -290,7 +290,7 @@ def _is_small_instance(x: Tensor) -> bool:
 
 
 # Rules that users register for functions of their own. A function is defined for a whole process, and so is its rule.
-_registered: dict[tuple[str, str], Rule] = {}
+_registered: dict[tuple[str, str], tuple[type | None, Rule]] = {}
 _SAVED = re.compile(r"tensors\[\d+\]")
 
 
@@ -305,9 +305,9 @@ def register_rule(
 ) -> Callable[[], None]:
     """Say what the backward of an ``autograd.Function`` needs of a tensor that it saved.
 
-    Without a rule such a tensor stays exact, because nobody knows what its noise would do. ``function`` is the class or
-    its name, ``slot`` is ``"tensors[i]"`` for the ``i``-th tensor given to ``ctx.save_for_backward``. ``need`` is a
-    :class:`Need` or its name in small letters:
+    Without a rule such a tensor stays exact, because nobody knows what its noise would do. ``function`` is the class,
+    or its name, which then stands for every class of that name. ``slot`` is ``"tensors[i]"`` for the ``i``-th tensor
+    given to ``ctx.save_for_backward``. ``need`` is a :class:`Need` or its name in small letters:
 
     - ``"linear"``: only a weight's gradient reads the tensor, and linearly, like the input of a linear layer;
     - ``"batch"``: noise reaches earlier layers, averaged over many values, like the input of a batch norm;
@@ -337,9 +337,10 @@ def register_rule(
     'group_quant(4 bits)'
     >>> undo()
     """
-    name = function if isinstance(function, str) else getattr(function, "__name__", None)
-    if not isinstance(name, str) or not (isinstance(function, str) or issubclass(function, torch.autograd.Function)):
+    of = None if isinstance(function, str) else function
+    if of is not None and not (isinstance(of, type) and issubclass(of, torch.autograd.Function)):
         raise TypeError(f"function must be a torch.autograd.Function or its name; got {function!r}")
+    name = function if isinstance(function, str) else function.__name__
     if not isinstance(slot, str) or not _SAVED.fullmatch(slot):
         raise ValueError(f"slot must be 'tensors[i]' for the i-th tensor given to save_for_backward; got {slot!r}")
     needs = {n.name.lower(): n for n in Need}
@@ -355,10 +356,10 @@ def register_rule(
     if codec is not None and not codec.exact:
         raise ValueError(f"codec must give back exactly what is read, such as Mask() or ShapeOnly(); got {codec}")
     rule = Rule(wanted, why, spatial, None if codec is None else lambda _: codec)
-    _registered[name, slot] = rule
+    _registered[name, slot] = entry = (of, rule)
 
     def undo() -> None:
-        if _registered.get((name, slot)) is rule:
+        if _registered.get((name, slot)) is entry:
             del _registered[name, slot]
 
     return undo
@@ -369,7 +370,8 @@ def rule_for(slot: Slot) -> Rule | None:
     op, name = slot.site.op, slot.site.slot.partition("[")[0]
     rule = RULES.get((op, name))
     if rule is None:
-        return _registered.get((op, slot.site.slot))
+        of, registered = _registered.get((op, slot.site.slot), (None, None))
+        return registered if of is None or slot.is_of(of) else None
     if op == "Convolution" and not slot.needs_grad(1):
         return _FROZEN_CONV
     if name == "mat2" and slot.call == "linear":

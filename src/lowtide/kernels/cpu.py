@@ -173,7 +173,7 @@ class _Teams:
     """Runs kernels in teams of threads, as long as that is faster than one thread.
 
     The end of a team is a barrier of OpenMP: the calling thread waits for every other, even for one that has found
-    nothing left to do, and it spins for up to 15 ms first. On cores that other processes keep busy the threads it
+    nothing left to do, and it spins for a while first. On cores that other processes keep busy the threads it
     waits for may not run at all until then. So threads take small chunks, whoever comes first; and after a team in
     which the calling thread waited longer than the others saved it, the next calls run in one thread: the more of
     them, the more such teams there were in a row.

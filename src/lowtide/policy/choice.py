@@ -124,6 +124,8 @@ class Choice:
         actions = [action.value for action in Action]
         if config["action"] not in actions:
             raise ValueError(f"action must be one of {', '.join(actions)}; got {config['action']!r}")
+        if not isinstance(config.get("why", ""), str):
+            raise ValueError(f"why must be text; got {config['why']!r}")
         codec = from_config(config["codec"]) if "codec" in config else None
         return cls(Action(config["action"]), codec, config.get("home", "device"), config.get("why", ""))
 

@@ -7,6 +7,7 @@ before a method is asked. A method decides about the values that remain.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -393,7 +394,7 @@ class Planned(Method):
     def twin(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Callable[..., Any] | None:
-        """That of ``pool``, if the plan pools with one kernel."""
+        """That of ``pool``, if the plan pools with one kernel. It cannot be differentiated twice."""
         kernels = self._kernels
         return pooled_convolution(kernels[0], func, args, kwargs) if len(kernels) == 1 else None
 
@@ -403,7 +404,8 @@ class Planned(Method):
         return tuple({c.block for c in codecs if isinstance(c, BlockMean) and c.bits == 0})
 
     def __str__(self) -> str:
-        return f"plan of {len(self.plan)} sites" + (f", made by {self.plan.method}" if self.plan.method else "")
+        digest = hashlib.blake2b(self.plan.to_json().encode(), digest_size=4).hexdigest()
+        return f"plan {digest} of {len(self.plan)} sites"
 
     def require_some_module(self, model: nn.Module) -> None:
         """Raise if the plan is for another model: none of the modules that it names is there."""
@@ -422,8 +424,9 @@ class Planned(Method):
         notes = [f"{found} of the plan's {len(self.plan)} sites were met"] if met.missing else []
         if met.missing:
             notes.append(f"in the plan and not met: {named(met.missing)}")
-        if met.added:
-            notes.append(f"met and not in the plan, so kept exactly: {named(met.added)}")
+        kept = [site for site in met.added if made.choices[site] == Choice.keep()]
+        if kept:
+            notes.append(f"met and not in the plan, so kept exactly: {named(kept)}")
         return tuple(notes)
 
 

@@ -66,11 +66,11 @@ class Plan:
         spared = dict.fromkeys(sites, Choice.keep("spared"))
         return Plan({**self.choices, **spared}, self.method)
 
-    def diff(self, other: Plan) -> Difference:
+    def diff(self, other: Plan) -> PlanDiff:
         """What ``other`` has that this plan has not, what it lacks, and what it does otherwise."""
         here, there = self.choices, other.choices
         common = [site for site in here if site in there]
-        return Difference(
+        return PlanDiff(
             same=tuple(site for site in common if here[site] == there[site]),
             changed={site: (here[site], there[site]) for site in common if here[site] != there[site]},
             missing=tuple(site for site in here if site not in there),
@@ -132,7 +132,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PlanDiff:
     """How two plans differ. It is true if they do."""
 
     same: tuple[Site, ...]

@@ -40,6 +40,7 @@ class Policy:
         self.derive = derive
         self.tuner: Tuner | None = method.tuner(model)
         self.demand: Demand | None = None
+        self._twins = method
         self._remembered: dict[Use, Choice] = {}
 
     @property
@@ -52,7 +53,7 @@ class Policy:
         self,
     ) -> Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any] | None] | None:
         """The method's twins, if it has any."""
-        return None if type(self.method).twin is Method.twin else self.method.twin
+        return None if type(self._twins).twin is Method.twin else self._twins.twin
 
     def ignores(self, numel: int, storage_numel: int) -> bool:
         """Is a tensor too small to bother? Not if it would keep a much larger storage alive."""
@@ -92,8 +93,10 @@ class Policy:
         return other
 
     def following(self, plan: Plan, model: nn.Module) -> Policy:
-        """A policy that follows ``plan``, whatever this one would choose."""
-        return Policy(Planned(plan), model, self.min_numel, False)
+        """A policy that follows ``plan``, whatever this one would choose, with the twins of this one."""
+        other = Policy(Planned(plan), model, self.min_numel, False)
+        other._twins = self.method
+        return other
 
     def spare(self, spared: Collection[Use], stored: Collection[Use] | None) -> None:
         """From now on keep these tensors exact, by their first sites; with ``stored`` also all that are not in it."""

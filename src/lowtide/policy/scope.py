@@ -54,12 +54,12 @@ class Scope:
 
 
 def _patterns(given: object, option: str) -> tuple[str, ...]:
-    if isinstance(given, str):
-        return (given,)
-    patterns = tuple(given) if isinstance(given, Iterable) else None
+    patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else None
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{option} must be a pattern of module paths or several, such as 'head' or 'blocks.*.mlp'; "
                         f"got {given!r}")  # fmt: skip
+    if "" in patterns:
+        raise ValueError(f"{option} has an empty pattern, which would stand for the whole model; leave it out")
     return patterns
 
 

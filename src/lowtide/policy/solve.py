@@ -42,7 +42,7 @@ def allocate(cost: Tensor, weight: Tensor | int, budget: Tensor | int, widths: S
     """
     table = _checked(widths)
     items = cost.numel()
-    weights = torch.full((items,), weight) if isinstance(weight, int) else weight
+    weights = torch.full((items,), weight, device="cpu") if isinstance(weight, int) else weight
     _check_weights(cost, weights)
     least = table[0] * int(weights.sum())
     if not isinstance(budget, Tensor) and budget < least:

@@ -90,7 +90,7 @@ class Ledger:
     def add(
         self, site: Site, meta: TensorMeta, storage: Any, why: str, *, kept: bool = False, by_handle: bool = False
     ) -> Entry:
-        """A entry for a storage that has none yet.
+        """An entry for a storage that has none yet.
 
         ``kept`` says that the slot gets no hook, so that autograd keeps the storage. ``by_handle`` says that the
         storage gets a handle, through which the entry is found.

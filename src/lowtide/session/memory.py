@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -14,23 +14,36 @@ from ..policy.policy import Policy
 
 @dataclass
 class Memory:
-    """A policy with what it learned, and the number of the next step."""
+    """A policy with what it learned, and how many steps were taken with it."""
 
     policy: Policy
-    steps: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    step: int = 0
 
+    def next_step(self) -> int:
+        """Count one more step."""
+        with _lock:
+            self.step += 1
+            return self.step
+
+
+_KEPT = 16
+"""Settings that are remembered for a model: the last used, so that settings that change each step do not pile up."""
 
 # A loop of `with compress(...)` makes a session a step, and the model is all that they have in common. Nothing is put
 # on the model itself, and an entry goes with its model.
 _memories: WeakKeyDictionary[nn.Module, dict[Hashable, Memory]] = WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def recall(model: nn.Module, settings: Hashable, begin: Callable[[], Policy]) -> Memory:
     """What sessions with equal ``settings`` share for ``model``; what ``begin`` gives if there is nothing yet."""
-    known = _memories.setdefault(model, {})
-    if settings not in known:
-        known[settings] = Memory(begin())
-    return known[settings]
+    with _lock:
+        known = _memories.setdefault(model, {})
+        found = known.pop(settings, None) or Memory(begin())
+        known[settings] = found  # the most recent is the last
+        while len(known) > _KEPT:
+            known.pop(next(iter(known)))
+        return found
 
 
 def forget(model: nn.Module) -> None:

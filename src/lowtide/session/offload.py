@@ -28,14 +28,14 @@ class Moved(Packed):
     device: torch.device
     home: str
 
-    @property
-    def place(self) -> str:
-        """The home, for a reader."""
-        return _PLACES[self.home]
-
     def decode(self, support: Tensor | None = None) -> Tensor:
         """The tensor again, on its own device."""
         return fetch(self).decode(support)
+
+
+def place_away(home: str, device: torch.device) -> str | None:
+    """Where bytes of a home other than the device lie, for a reader; None if they stay where they are."""
+    return None if home == "device" or (home == "host" and device.type == "cpu") else _PLACES[home]
 
 
 def send(packed: Packed, home: str) -> Packed:

@@ -59,18 +59,24 @@ def new_session(
     scope = Scope.of(model, include, exclude)
     resolved = resolve(method, options)
     if isinstance(resolved, Planned):
+        if derive:
+            raise ValueError("a plan says itself what is rebuilt; derive=True goes with a method")
         resolved.require_some_module(model)
     begin = partial(Policy, resolved, model, min_numel, derive)
-    if not remembers or not _is_hashable(resolved):
+    if not remembers:
         return Session(model, begin(), seed, scope)
-    memory = recall(model, (resolved, min_numel, derive, scope, seed), begin)
-    return Session(model, memory.policy, seed, scope, memory.steps)
+    known = _is_recognisable(resolved)
+    memory = recall(model, (resolved if known else type(resolved), min_numel, derive, scope, seed), begin)
+    return Session(model, memory.policy if known else begin(), seed, scope, memory)
 
 
-def _is_hashable(method: Method) -> bool:
-    """Can it be told from others? A user's method or codec that holds a list, say, remembers nothing."""
+def _is_recognisable(method: Method) -> bool:
+    """Is an equal method of the next call known as the same? If not, only the steps are counted, nothing is learned.
+
+    That is so for a user's method that holds a list, or that compares by identity.
+    """
     try:
         hash(method)
     except TypeError:
         return False
-    return True
+    return type(method).__eq__ is not object.__eq__

@@ -15,7 +15,7 @@ from ..policy.use import Use
 from .handles import SIGN, Consumer, Encoded, Handle, Rebuilt, cut, described, is_support, need_of, rebuilder, sites_of
 from .ledger import SHAPE_ONLY
 from .noise import key_of
-from .offload import Moved, send
+from .offload import place_away, send
 
 _RAW = Raw()
 
@@ -38,30 +38,31 @@ class Packer:
     def seal(self, handle: Handle, raw: Tensor) -> None:
         """Encode the storage, or, where less than all of it is read, each stretch that is; or note why it stays."""
         entry, extents = handle.entry, handle.extents()
-        total, asked = 0, []
-        used: dict[object, None] = {}
-        on_purpose = moved = False  # is it stored even if that saves no bytes? do bytes leave the device?
+        total, away, asked = 0, 0, []
+        used: list[object] = []
+        kept = on_purpose = False  # does any stretch stay exact? is any stored even if that saves no bytes?
         for key, meta, offset, consumers in extents:
             tensor = cut(raw, meta, offset)
             use, lossless, origin = self._asked(meta, consumers, handle.origin if key is None else None)
-            choice = None
-            if use is not None:
-                choice, nbytes = self._choose(use, tensor, origin)
+            choice, nbytes = (None, 0) if use is None else self._choose(use, tensor, origin)
+            if choice is not None:
                 action, codec = choice.action, choice.codec
-                if action is Action.KEEP:
-                    entry.why = choice.why
-                    self._note(use, choice)
-                    return
-                total += nbytes
-                used[codec or action.shown] = None
+                kept = kept or action is Action.KEEP
                 on_purpose = on_purpose or action is Action.OFFLOAD or type(codec) is Raw
-                moved = moved or choice.home != "device"
+                _add(used, codec or (_RAW if action is Action.KEEP else action.shown))
+                if (place := place_away(choice.home, tensor.device)) is not None:
+                    away, entry.place = away + nbytes, place
             for codec in lossless:
-                total += codec.packed_nbytes(meta)
-                used[codec] = None
+                nbytes += codec.packed_nbytes(meta)
+                _add(used, codec)
+            total += nbytes
             asked.append((tensor, use, choice, lossless, origin))
-        why = "packing would not make it smaller" if total >= entry.plain and not on_purpose else None
-        if why is None:
+        why = None
+        if kept and all(choice is None or choice.action is Action.KEEP for _, _, choice, _, _ in asked):
+            why = next(choice.why for _, _, choice, _, _ in asked if choice is not None)
+        elif total >= entry.plain and not on_purpose:
+            why = "packing would not make it smaller"
+        else:
             try:
                 for (key, meta, _, consumers), (tensor, _, choice, lossless, origin) in zip(
                     extents, asked, strict=True
@@ -71,17 +72,14 @@ class Packer:
                 handle.encoded.clear()
                 why = f"kept exactly: {reason}"
         for _, use, choice, _, _ in asked:
-            self._note(use, choice if why is None else Choice.keep(why))
+            lost = why is not None and choice is not None and choice.action is not Action.KEEP
+            self._note(use, Choice.keep(why or "") if lost else choice)
         if why is not None:
-            entry.why = why
+            entry.why, entry.place = why, ""
             return
         handle.raw = None
-        if moved:
-            for encoded in handle.encoded.values():
-                if isinstance(encoded.values, Moved):
-                    entry.away += encoded.values.nbytes
-                    entry.place = encoded.values.place
-        entry.compressed(total - entry.away, *used)
+        entry.away = away
+        entry.compressed(total - away, *used)
 
     def _asked(
         self, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
@@ -110,11 +108,11 @@ class Packer:
         from_sources = None if policy.tuner is None else rebuilder(origin, tensor, use.meta)
         choice = policy.choose(use, tensor, from_sources)
         if choice.action is Action.OFFLOAD and choice.home == "host" and tensor.device.type == "cpu":
-            return Choice.keep("it lies in host memory as it is"), 0
+            return Choice.keep("it lies in host memory as it is"), use.meta.nbytes
         try:
             return choice, choice.nbytes(use.meta)
         except ValueError as error:
-            return Choice.keep(f"its codec does not fit: {error}"), 0
+            return Choice.keep(f"its codec does not fit: {error}"), use.meta.nbytes
 
     def _note(self, use: Use | None, choice: Choice | None) -> None:
         """Remember what was decided about values, for the plan; small tensors are no decision."""
@@ -147,7 +145,7 @@ class Packer:
             assert origin is not None
             handle.entry.why = f"rebuilt from {described(origin)}"
             return Encoded(Rebuilt(origin, meta), packs, packs[SIGN].buffers[0] if rectified else None)
-        codec = choice.codec or _RAW
+        codec = choice.codec or _RAW  # a stretch that is kept beside others that are not has bytes of its own
         key, support = key_of(consumers[0].site, handle.noise), None
         if on_the_way:
             packed, support = codec.encode_rectified(tensor, key=key)
@@ -155,3 +153,8 @@ class Packer:
         else:
             packed = codec.encode(tensor, key=key)
         return Encoded(packed if choice.home == "device" else send(packed, choice.home), packs, support)
+
+
+def _add(used: list[object], what: object) -> None:
+    if what not in used:
+        used.append(what)

@@ -39,7 +39,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     training = [m.training for m in modules]
     gradients = [p.grad for p in parameters]
     required = [p.requires_grad for p in parameters]
-    buffers = [(m, name, b, b.detach().clone()) for m in modules for name, b in m.named_buffers(recurse=False)]
+    buffers = [(m, name, b) for m in modules for name, b in capture.buffers_of(m)]
+    copies = [None if b is None else b.detach().clone() for _, _, b in buffers]
     restore_random = _random_states()
     try:
         for parameter in parameters:
@@ -53,9 +54,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
             parameter.requires_grad_(flag)
         with torch.no_grad():
-            for module, name, buffer, saved in buffers:
+            for (module, name, buffer), saved in zip(buffers, copies, strict=True):
                 if getattr(module, name, None) is not buffer:
                     setattr(module, name, buffer)
+                if buffer is None or saved is None:
+                    continue
                 if buffer.shape != saved.shape:
                     buffer.resize_(saved.shape)
                 # Past the version counter: a graph that saved the buffer finds the values it saved.
@@ -256,9 +259,11 @@ class Sketch:
         self.names = tuple(name for name, _ in model.named_parameters())
         self.width = width
         self.seed = seed
-        bits = _hash64(_key(f"{seed}/table"), torch.arange(_PER_BUCKET * width))
+        bits = _hash64(_key(f"{seed}/table"), torch.arange(_PER_BUCKET * width, device="cpu"))
         self._place = {torch.device("cpu"): torch.sort(bits, stable=True).indices}
-        self._sign = {torch.device("cpu"): _signs(_hash64(_key(f"{seed}/sign"), torch.arange(_PER_BUCKET * width)))}
+        self._sign = {
+            torch.device("cpu"): _signs(_hash64(_key(f"{seed}/sign"), torch.arange(_PER_BUCKET * width, device="cpu")))
+        }
 
     def of(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Sketches as (parameters, width) in float32, in the order of :attr:`names`; absent gradients are zero."""
@@ -281,7 +286,11 @@ class Sketch:
             self._place[device], self._sign[device] = self._place[cpu].to(device), self._sign[cpu].to(device)
         place, sign = self._place[device], self._sign[device]
         blocks = -(-gradient.numel() // block)
-        own = _hash64(_key(f"{self.seed}/{name}"), torch.arange(blocks * self.width)).view(-1, self.width).to(device)
+        own = (
+            _hash64(_key(f"{self.seed}/{name}"), torch.arange(blocks * self.width, device="cpu"))
+            .view(-1, self.width)
+            .to(device)
+        )
         turn = ((own[:, :1] >> 1) & 0xFFFFFF) + torch.arange(self.width, device=device)
         total = torch.zeros(self.width, device=device)
         for first in range(0, blocks, _BLOCKS_AT_ONCE):

@@ -39,6 +39,7 @@ from .handles import (
     roots_of,
 )
 from .ledger import SHAPE_ONLY, Entry, Ledger
+from .memory import Memory
 from .noise import forward_noise
 from .packing import Packer
 from .replay import Sketch, gradients
@@ -59,14 +60,14 @@ class Session:
         policy: Policy,
         seed: int,
         scope: Scope | None = None,
-        steps: Iterator[int] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.policy = policy
         self.seed = seed
         self.step = 0
         self._model = model
         self._scope = scope
-        self._steps = itertools.count(1) if steps is None else steps
+        self._memory = Memory(policy) if memory is None else memory
         self._rebuilds = policy.rebuilds
         self._packer = Packer(policy)
         self._probing = False
@@ -78,6 +79,7 @@ class Session:
         self._noise = 0
         self._forwards = 0
         self._begun = False
+        self._by_hook = False  # was it opened by a forward of an attached model?
         self._static: dict[int, weakref.ref[Any]] = {}  # storages of the model's own tensors, as long as they live
         self._exposed: dict[int, weakref.ref[Any]] = {}
         self._handles: dict[int, weakref.ref[Handle]] = {}
@@ -96,7 +98,8 @@ class Session:
     def __enter__(self) -> Session:
         if self._entered:
             raise RuntimeError("this session is already open; make another with lowtide.compress()")
-        self.step = next(self._steps)
+        self.step = self._memory.next_step()
+        self._by_hook = False
         self._open()
         return self
 
@@ -119,7 +122,7 @@ class Session:
         if self.policy.tuner is not None:
             self.policy.tuner.begin(self.step)
         self._capture = Capture(
-            *(self._model, self._visit, self._settle, self._start_forward, self._expose),
+            *(self._model, self._visit, self._settle, self._start_forward, self._expose, self._meet_foreign),
             *(self.policy.twin, self._rebuilds),
         )
         self._begun = False
@@ -154,6 +157,7 @@ class Session:
             self._close()  # an interrupt, which skips closing hooks, ended the last forward
         if torch.is_grad_enabled() and not capture.is_recorded():
             self.step += 1
+            self._by_hook = True
             if self._repeated is not None and self.step % self._repeated[1] == 0:
                 self.adapt(self._repeated[0])
             self._open()
@@ -178,6 +182,11 @@ class Session:
         self._recent.clear()
         self._waiting.clear()
         self._decoded = None
+
+    def _meet_foreign(self) -> None:
+        """A module of another model begins: close if an interrupt, after which torch calls no hooks, left us open."""
+        if self._by_hook and not capture.calls_on_stack(self._model):
+            self._close()
 
     def _start_forward(self) -> None:
         """The model's forward begins: the first of the session, unless something was saved before it."""
@@ -459,6 +468,12 @@ class Session:
         """
         return Plan({site: choice for use, choice in self._packer.chosen for site in use.sites}, str(self.method))
 
+    def ambiguous(self) -> set[Site]:
+        """Sites that several forwards of the session saved and that were treated differently; a plan has the last."""
+        first: dict[Site, Choice] = {}
+        pairs = [(site, choice) for use, choice in self._packer.chosen for site in use.sites]
+        return {site for site, choice in pairs if first.setdefault(site, choice) != choice}
+
     @property
     def adapts(self) -> bool:
         """Does its method learn from one step for the next?"""
@@ -472,7 +487,7 @@ class Session:
         """
 
         def inside() -> Tensor:
-            self.step = step
+            self.step, self._by_hook = step, False
             self._open()
             try:
                 return closure()
@@ -584,6 +599,7 @@ class Session:
                     f"what {self.method.name} learned cannot be read from this state: {kind}: {error}"
                 ) from error
         self.seed, self.step = state["seed"], state["step"]
+        self._memory.step = self.step
 
     # ------------------------------------------------------------ report
 
@@ -615,4 +631,9 @@ class Session:
         for place, nbytes in self._ledger.away():
             notes.append(f"{size(nbytes)} of packed values are {place}, not on the device, and not counted as stored")
         notes += self.method.notes(self.plan())
+        twice = self.ambiguous()
+        if twice:
+            notes.append(
+                f"{len(twice)} sites were treated differently in several forwards; a plan has what the last did"
+            )
         return Report(str(self.method), self._ledger.finished(), tuple(notes), ran)

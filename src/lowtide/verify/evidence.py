@@ -187,8 +187,12 @@ class Evidence:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
         require_keys(state, {"looks", "total", "stakes", "questions"})
-        self._looks, self._total, self._stakes = int(state["looks"]), float(state["total"]), list(state["stakes"])
-        self._questions = {(what, name): Question(*numbers) for what, name, *numbers in state["questions"]}
+        looks, total, stakes = int(state["looks"]), float(state["total"]), [float(s) for s in state["stakes"]]
+        questions = {(what, name): Question(*numbers) for what, name, *numbers in state["questions"]}
+        complete = all(len(question.stakes) == len(_RISKED_ON_VALUES) for question in questions.values())
+        if len(stakes) != len(_RISKED_ON_RATIOS) or not complete:
+            raise ValueError("a wager lacks some of its stakes, or has too many")
+        self._looks, self._total, self._stakes, self._questions = looks, total, stakes, questions
 
 
 def _after(stakes: Sequence[float], risked: Sequence[float], gain: float) -> list[float]:

@@ -117,12 +117,14 @@ class _Taken:
         """Keep the gradients that backward brings to the outputs; call ``arrived`` at each."""
         leaves = {i: leaf for i, leaf in enumerate(leaves_of(output)) if isinstance(leaf, Tensor)}
         leaves = {i: leaf for i, leaf in leaves.items() if leaf.requires_grad and not leaf.is_leaf}
-        self._covered = _dependencies({i: leaf.grad_fn for i, leaf in leaves.items()})
+        self._covered = _dependencies({i: (leaf.grad_fn, leaf.output_nr) for i, leaf in leaves.items()})
         for i, leaf in leaves.items():
             self._hooks.append(leaf.register_hook(self._keeper(i, arrived)))  # type: ignore[no-untyped-call]
 
     def _keeper(self, i: int, arrived: Callable[[], None]) -> Callable[[Tensor], None]:
-        def keep(gradient: Tensor) -> None:
+        def keep(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return  # another output of the same node was read, and this one was not
             own = gradient.detach()
             if own.dim() and own.shape[0] != self.samples:
                 self.problem = f"an output of shape {tuple(own.shape)} is not by the batch's {self.samples} samples"
@@ -157,20 +159,28 @@ class _Taken:
         return torch.stack(terms).sum()
 
 
-def _dependencies(nodes: Mapping[int, Any]) -> dict[int, set[int]]:
-    """For each node the others that it was made from."""
-    found: dict[int, set[int]] = {i: set() for i in nodes}
-    if len(nodes) < 2:
+def _dependencies(edges: Mapping[int, tuple[Any, int]]) -> dict[int, set[int]]:
+    """For each output, given as (node, number), the others that it was made from.
+
+    One node may have several outputs, such as the two of ``chunk``; none of them is made from another. A tensor that is
+    returned twice counts as made from its first appearance.
+    """
+    found: dict[int, set[int]] = {i: set() for i in edges}
+    if len(edges) < 2:
         return found
-    named = {node: i for i, node in nodes.items()}
-    for i, node in nodes.items():
-        seen, waiting = {node}, [node]
+    named: dict[tuple[Any, int], list[int]] = {}
+    for i, edge in edges.items():
+        named.setdefault(edge, []).append(i)
+    for i, (node, _) in edges.items():
+        seen, nodes, waiting = set(), {node}, [node]
         while waiting:
-            for below, _ in waiting.pop().next_functions:
-                if below is not None and below not in seen:
-                    seen.add(below)
+            for below, number in waiting.pop().next_functions:
+                seen.add((below, number))
+                if below is not None and below not in nodes:
+                    nodes.add(below)
                     waiting.append(below)
-        found[i] = {named[other] for other in seen if other in named} - {i}
+        found[i] = {other for edge in seen for other in named.get(edge, ())}
+        found[i] |= {other for other in named[edges[i]] if other < i}
     return found
 
 
@@ -219,7 +229,7 @@ class Watch:
         """Wait for the gradient of what the forward returned."""
         taken = self._taken
         if taken is not None and taken.step == self._session.step and not self._idle(module):
-            taken.watch(output, partial(self._arrived, taken))
+            self._safely(taken.watch, output, partial(self._arrived, taken))
 
     def _idle(self, module: nn.Module) -> bool:
         out = self.off is not None or self._session.is_aside or not torch.is_grad_enabled()
@@ -414,12 +424,16 @@ class Watch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        require_keys(state, {"raised", "readings", "evidence", "log", "off"})
-        evidence = Evidence(self.guard.error, self.guard.bias)
-        evidence.load_state_dict(state["evidence"])
-        self._evidence = evidence
-        self.raised = Plan.from_data(state["raised"])
-        self.readings = deque((Reading(*row) for row in state["readings"]), maxlen=_WINDOW)
+        try:
+            require_keys(state, {"raised", "readings", "evidence", "log", "off"})
+            evidence = Evidence(self.guard.error, self.guard.bias)
+            evidence.load_state_dict(state["evidence"])
+            raised = Plan.from_data(state["raised"])
+            readings = [Reading(*numbers) for numbers in state["readings"]]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"the guard's state cannot be read: {type(error).__name__}: {error}") from error
+        self._evidence, self.raised = evidence, raised
+        self.readings = deque(readings, maxlen=_WINDOW)
         self.log = list(state["log"])
         self.off = state["off"]
         self.stop()
@@ -430,8 +444,9 @@ def _better(use: Use, choice: Choice) -> Choice:
     layout = "sample" if use.dims else "row"
     for codec in (GroupQuant(4, layout=layout), GroupQuant(8, layout=layout), Cast("bfloat16")):
         if choice.nbytes(use.meta) < codec.packed_nbytes(use.meta) < use.meta.nbytes:
-            return Choice.store(codec, why="raised by the guard")
-    return Choice.keep("kept exactly, because its noise was too much")
+            return Choice.store(codec, choice.home, "raised by the guard")
+    why = "kept exactly, because its noise was too much"
+    return Choice.keep(why) if choice.home == "device" else Choice.offload(choice.home, why)
 
 
 def _fall(whole: Reading, spared: Reading, what: str) -> float:
@@ -473,7 +488,7 @@ def _only(found: Mapping[str, Tensor], name: str | None) -> dict[str, Tensor]:
 
 def _minus(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A parameter that is not reached has a gradient of zero."""
-    empty = torch.zeros(())
+    empty = torch.zeros((), device="cpu")
     return {name: a.get(name, empty) - b.get(name, empty) for name in {**a, **b}}
 
 
@@ -516,14 +531,14 @@ def _unfit(model: nn.Module) -> str | None:
 def _norms_see_enough(model: nn.Module) -> Iterator[None]:
     """Raise where a batch norm that trains would see a part of too few values."""
 
-    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0]
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
         values = x.numel() // x.shape[1]
         if module.training and values < _LEAST_VALUES:
             raise NotDivisible(f"a batch norm would see {values} values of a channel, {_LEAST_VALUES} are needed")
 
     norms = [m for m in model.modules() if isinstance(m, capture.BATCH_NORMS)]
-    hooks = [norm.register_forward_pre_hook(look) for norm in norms]
+    hooks = [norm.register_forward_pre_hook(look, with_kwargs=True) for norm in norms]
     try:
         yield
     finally:

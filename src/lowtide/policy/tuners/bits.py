@@ -61,9 +61,9 @@ class BitTuner(Probed):
         if not found:
             return
         with self.timed():
-            cost = torch.tensor([change * 9.0 for _, change in found], dtype=torch.float64)
+            cost = torch.tensor([change * 9.0 for _, change in found], dtype=torch.float64, device="cpu")
             budget = max(int(self.bits * total) - spent, sum(numels))
-            bits = allocate(cost, torch.tensor(numels), budget, (1, 2, 4, 8)).tolist()
+            bits = allocate(cost, torch.tensor(numels, device="cpu"), budget, (1, 2, 4, 8)).tolist()
             self._plan = Plan({use.sites[0]: self._groups(use, b) for (use, _), b in zip(found, bits, strict=True)})
 
     def _groups(self, use: Use, bits: int) -> Choice:

@@ -103,7 +103,8 @@ class SampleTuner(Tuner):
             scale = sum(self._sensitivity[s].to(device) * self._taps.get(s.module, 1.0) for s in known)
             costs.append(layer.energy.to(device, torch.float64) * scale / layer.pixels)
         sizes = [cost.numel() for cost in costs]
-        weight = torch.tensor([layer.weight for layer in pool]).repeat_interleave(torch.tensor(sizes))
+        weights = torch.tensor([layer.weight for layer in pool], device="cpu")
+        weight = weights.repeat_interleave(torch.tensor(sizes, device="cpu"))
         bits = allocate(torch.cat(costs), weight, int(self.bits * int(weight.sum())))
         for layer, won in zip(pool, torch.split(bits, sizes), strict=True):
             layer.shared = (won.sum(), won.numel())

@@ -576,3 +576,15 @@ def test_a_view_that_has_become_invalid_raises_only_where_plain_does(use):
         return h.sum()
 
     assert_lossless_is_plain(model, forward)
+
+
+def test_a_cast_copy_of_a_parameter_that_changes_is_an_error_as_in_plain_pytorch():
+    model, x = nn.Linear(64, 64), torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
+    for context in (nullcontext(), lowtide.compress(model, "lossless", min_numel=0)):
+        with context:
+            weight = model.weight.to(torch.bfloat16)
+            loss = (x @ weight * 2.0).sum()
+            with torch.no_grad():
+                weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

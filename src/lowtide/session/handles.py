@@ -222,18 +222,20 @@ class Recast:
     pass unseen.
     """
 
-    __slots__ = ("dtype", "fingerprint", "parameter", "transposed", "version")
+    __slots__ = ("dtype", "fingerprint", "of_copy", "parameter", "transposed", "version")
 
-    def __init__(self, parameter: Tensor, transposed: bool, dtype: torch.dtype) -> None:
+    def __init__(self, parameter: Tensor, transposed: bool, copy: Tensor) -> None:
         self.parameter = parameter
+        self.of_copy = Shape(copy)  # complains if somebody changes the copy itself
         self.version = capture.version_of(parameter)
         self.fingerprint = capture.fingerprint(parameter) if capture.has_data(parameter) else 0
         self.transposed = transposed
-        self.dtype = dtype
+        self.dtype = copy.dtype
 
     def unpack(self) -> Tensor:
         """The copy, cast again."""
         parameter = self.parameter
+        self.of_copy.require_unchanged()
         changed = capture.version_of(parameter) != self.version
         if changed or (capture.has_data(parameter) and capture.fingerprint(parameter) != self.fingerprint):
             raise RuntimeError(
@@ -256,10 +258,14 @@ class Shape:
         has_data = capture.has_data(tensor)
         self.counter = capture.share_version(tensor, self.packed.buffers[0]) if has_data else None
 
-    def unpack(self) -> Tensor:
-        """Memory of the same form."""
+    def require_unchanged(self) -> None:
+        """Raise if the tensor was changed in place since."""
         if self.counter is not None and capture.version_of(self.counter) != self.version:
             raise changed_in_place(self.packed.meta.shape)
+
+    def unpack(self) -> Tensor:
+        """Memory of the same form."""
+        self.require_unchanged()
         return self.packed.decode()
 
 

@@ -350,7 +350,7 @@ class Session:
         if found is None:
             return False
         entry = self._count(slot, identity, "autocast's copy of a parameter: cast again when needed")
-        recast = Recast(found[0], found[1], slot.tensor.dtype)
+        recast = Recast(found[0], found[1], slot.tensor)
         slot.hook(lambda _: recast, Recast.unpack)
         if entry.site is slot.site:
             entry.compressed(0, "recast")

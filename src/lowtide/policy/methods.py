@@ -404,7 +404,8 @@ class Planned(Method):
         return tuple({c.block for c in codecs if isinstance(c, BlockMean) and c.bits == 0})
 
     def __str__(self) -> str:
-        digest = hashlib.blake2b(self.plan.to_json().encode(), digest_size=4).hexdigest()
+        rows = [f"{site} {c.action} {c.codec!r} {c.home}" for site, c in self.plan.choices.items()]
+        digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=4).hexdigest()
         return f"plan {digest} of {len(self.plan)} sites"
 
     def require_some_module(self, model: nn.Module) -> None:

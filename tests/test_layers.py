@@ -23,7 +23,7 @@ LAYERS = [
     *["tools.demo", "tools.measure", "tools.malloc"],
     *["attachment"],
     *["verify.check", "verify.guard", "verify.evidence"],
-    *["session.opening", "session.session", "session.packing", "session.handles", "session.ledger", "session.memory"],
+    *["session.opening", "session.session", "session.watching", "session.packing", "session.handles", "session.ledger", "session.memory"],
     *["session.replay", "session.offload", "session.noise"],
     *["report"],
     *["policy.scope", "policy.policy", "policy.methods", "policy.tuners.mix", "policy.tuners.bits"],

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import math
+import random
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -21,8 +22,9 @@ from lowtide.graph.capture import Site
 from lowtide.graph.rules import Need
 from lowtide.kernels import ops
 from lowtide.policy.choice import Choice
-from lowtide.policy.solve import allocate, choose
+from lowtide.policy.solve import allocate, assign, choose
 from lowtide.policy.tuners import fitting as levels
+from lowtide.policy.tuners.base import Wanted
 from lowtide.policy.tuners.levels import LevelTuner
 from lowtide.policy.tuners.samples import SampleTuner, taps
 from lowtide.policy.use import Use
@@ -471,9 +473,9 @@ def test_everything_else_is_left_as_it_is():
     ):
         assert codec_of(tuner, use_of(x, CONV[1], need=need), x, base) is base
     assert codec_of(tuner, use_of(x[:0], CONV[1]), x[:0], BASE) is BASE
-    assert not tuner.wants_gradient(CONV[1], Need.LINEAR)
-    assert tuner.wants_gradient(CONV[2], Need.LINEAR)
-    assert not tuner.wants_gradient(NORM, Need.BATCH)
+    assert tuner.wants(CONV[1], Need.LINEAR) is Wanted.NOTHING
+    assert tuner.wants(CONV[2], Need.LINEAR) is Wanted.GRADIENT
+    assert tuner.wants(NORM, Need.BATCH) is Wanted.NOTHING
     tuner.observe(CONV[2], torch.ones(3, 3))
     assert tuner.state_dict() == {"refreshed": None, "layers": [], "sensitivity": []}
 
@@ -483,7 +485,7 @@ def step(tuner, number, tensors, gradients):
     tuner.begin(number)
     found = {site: decide(tuner, site, x) for site, x in tensors.items()}
     for site in reversed(list(gradients)):
-        if tuner.wants_gradient(site, Need.LINEAR):
+        if tuner.wants(site, Need.LINEAR) is Wanted.GRADIENT:
             tuner.observe(site, gradients[site])
     return found
 
@@ -668,7 +670,7 @@ def test_gradients_are_wanted_only_before_bits_are_divided():
     wanted = []
     for number in range(8):
         step(tuner, number, TENSORS, GRADIENTS)
-        wanted.append(tuner.wants_gradient(CONV[0], Need.LINEAR))
+        wanted.append(tuner.wants(CONV[0], Need.LINEAR) is Wanted.GRADIENT)
     # The first division is in step 1, from the gradients of step 0; then every third, each from the step before.
     assert wanted == [True, False, False, True, False, False, True, False]
 
@@ -794,3 +796,47 @@ def test_levels_resume_exactly(save):
         assert straight.state_dict() == resumed.state_dict()
     with pytest.raises(ValueError, match="expected a state with the keys"):
         resumed.load_state_dict({})
+
+
+# ---------------------------------------------------------------- options, and what can be rebuilt
+
+
+def _random_items(rng, items):
+    """Items with three options each; about half can be rebuilt from one or two that come before."""
+    error = [sorted((rng.uniform(0.01, 9) for _ in range(3)), reverse=True) for _ in range(items)]
+    nbytes = [sorted(rng.sample(range(5, 60), 3)) for _ in range(items)]
+    weight = [10 ** rng.uniform(-2, 2) for _ in range(items)]
+    sources = [
+        [(j, rng.uniform(0.1, 2)) for j in rng.sample(range(i), min(i, rng.randint(1, 2)))] if rng.random() < 0.5 else []
+        for i in range(items)
+    ]
+    return weight, error, nbytes, sources
+
+
+def _total(weight, error, nbytes, sources, picked):
+    """The objective and the bytes of a choice, by following every rebuilt item to its sources."""
+    errors = []
+    for i, k in enumerate(picked):
+        errors.append(sum(gain * errors[j] for j, gain in sources[i]) if k is None else error[i][k])
+    spent = sum(nbytes[i][k] for i, k in enumerate(picked) if k is not None)
+    return sum(w * e for w, e in zip(weight, errors, strict=True)), spent
+
+
+def test_assignments_are_near_the_best_of_all():
+    rng = random.Random(3)
+    excess = []
+    for _ in range(60):
+        weight, error, nbytes, sources = items = _random_items(rng, 5)
+        least = sum(min(b) for b, s in zip(nbytes, sources, strict=True) if not s)
+        budget = least + rng.randint(0, 150)
+        found, spent = _total(*items, assign(*items, budget))
+        assert spent <= budget
+        choices = itertools.product(*([*range(3), *([None] if s else [])] for s in sources))
+        totals = [_total(*items, picked) for picked in choices]
+        excess.append(found / min(total for total, spent in totals if spent <= budget))
+        plain = choose([[w * e for e in es] for w, es in zip(weight, error, strict=True)], nbytes, 10**6)
+        assert _total(*items, assign(*items, 10**6))[0] <= _total(*items, plain)[0]
+    assert min(excess) >= 1 - 1e-9
+    # One price for all bytes, and one item after another: usually the best, sometimes not.
+    assert sorted(excess)[len(excess) // 2] < 1.02
+    assert sorted(excess)[int(0.9 * len(excess))] < 1.5

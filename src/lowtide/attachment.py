@@ -131,7 +131,7 @@ def _after(watch: Watch) -> Callable[..., None]:
 
 def compress(
     model: nn.Module,
-    method: str | Method | Codec | Plan = "division",
+    method: str | Method | Codec | Plan = "auto",
     *,
     seed: int = 0,
     min_numel: int = MIN_NUMEL,
@@ -186,7 +186,7 @@ def compress(
 
 def attach(
     model: nn.Module,
-    method: str | Method | Codec | Plan = "division",
+    method: str | Method | Codec | Plan = "auto",
     *,
     seed: int = 0,
     min_numel: int = MIN_NUMEL,

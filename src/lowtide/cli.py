@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODULE:FUNCTION",
         help="called without arguments; returns (model, batch) or (model, batch, loss_fn)",
     )
-    judge.add_argument("--method", default="division", help="a name from 'lowtide methods' (%(default)s)")
+    judge.add_argument("--method", default="auto", help="a name from 'lowtide methods' (%(default)s)")
     judge.add_argument(
         "--set", type=_option, action="append", default=[], metavar="KEY=VALUE", help="an option of the method"
     )

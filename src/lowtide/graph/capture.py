@@ -122,6 +122,38 @@ class Slot(NamedTuple):
 
         self.node.register_prehook(look)
 
+    def watch_inputs(self, see: Callable[[tuple[Tensor | None, ...], tuple[Tensor | None, ...]], None]) -> None:
+        """Show the gradients of the op's inputs and of its outputs to ``see``, which must not hold the node."""
+        self.node.register_hook(lambda inputs, outputs: see(inputs, outputs))
+
+    def watch_maker(self, edge: int, see: Callable[[Tensor], None]) -> bool:
+        """Show all that arrives at the maker of the op's ``edge``-th input to ``see``; False if it is a leaf."""
+        maker, number = self.node.next_functions[edge]
+        if maker is None or self.is_of_leaf(edge):
+            return False
+
+        def look(gradients: tuple[Tensor | None, ...]) -> None:
+            arrived = gradients[number] if number < len(gradients) else None
+            if arrived is not None:
+                see(arrived)
+
+        maker.register_prehook(look)
+        return True
+
+    def try_before(self, attempt: Callable[[Callable[[], tuple[Tensor | None, ...]]], None]) -> None:
+        """Before the op's backward: give ``attempt`` a function that runs it aside and returns its results."""
+
+        def look(gradients: tuple[Tensor | None, ...]) -> None:
+            node = torch._C._current_autograd_node()
+
+            def run() -> tuple[Tensor | None, ...]:
+                results = node(*gradients)
+                return results if isinstance(results, tuple) else (results,)
+
+            attempt(run)
+
+        self.node.register_prehook(look)
+
     def remember(self, value: Any) -> None:
         """Leave with the node a weak reference to what stands for this slot, because nodes outlive what they saved."""
         notes = self.node.metadata

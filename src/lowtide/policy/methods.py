@@ -314,32 +314,32 @@ class Gact(Method):
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """The best of all codecs for each tensor under ``bits`` on average; rebuilt from others where that is better.
+    """The codec that each tensor deserves under ``bits`` on average; nothing where it can be rebuilt from others.
 
-    The average is that of values which a weight gradient or a batch norm reads; what propagates has bits of its own.
-    The first step measures and stores 2 bits; ``adapt(closure)`` replaces a formula by probes.
+    What counts is the noise in each parameter's gradient, beside that gradient. The first step measures it, and steps 3,
+    9, 27 and so on, at most a thousand apart, measure again. All values that may be approximated share the average,
+    those that are rebuilt included. ``adapt(closure)`` replaces the measurement by probes of the whole gradient.
     """
 
     name: ClassVar[str] = "auto"
     rebuilds: ClassVar[bool] = True
-    bits: float = 2.3
+    bits: float = 3
     group: int = 256
-    propagating_bits: int | None = None
 
     def __post_init__(self) -> None:
         _average(self.bits)
-        _check(2, self.propagating_bits)
         require_positive(self.group, "group")
 
     def choose(self, use: Use) -> Choice:
-        """Until more is known: block means for inputs of batch norms, groups for the rest."""
-        if use.need is Need.BATCH and use.dims and max(use.meta.shape[2:]) > 1:
-            return Choice.store(BlockMean(8, use.dims, 2, self.group))
-        return Choice.store(_groups(use, 2, self.group, self.propagating_bits))
+        """Until more is known: groups with the bits that each need takes."""
+        if use.need is Need.LOGARITHM:
+            return Choice.store(Cast("bfloat16"))
+        layout = "channel" if use.dims else "row"
+        return Choice.store(GroupQuant(_bits(use.need, 2, None), self.group, layout, dither=True))
 
     def tuner(self, model: nn.Module) -> Tuner | None:
         """A codec for each tensor."""
-        return MixTuner(self.bits, self.group, taps(model))
+        return MixTuner(self.bits, self.group)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,15 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 _ROUNDS = 8
+_HALVINGS = 60
+"""Of a range of prices over sixty decades: what is left is a part in 1e16."""
 
 
 def allocate(cost: Tensor, weight: Tensor | int, budget: Tensor | int, widths: Sequence[int] = WIDTHS) -> Tensor:
@@ -142,6 +145,64 @@ def choose(cost: Sequence[Sequence[float]], nbytes: Sequence[Sequence[int]], bud
         i, k = better
         chosen[i], left = k, left - (nbytes[i][k] - nbytes[i][chosen[i]])
     return chosen
+
+
+def assign(
+    weight: Sequence[float],
+    error: Sequence[Sequence[float]],
+    nbytes: Sequence[Sequence[int]],
+    sources: Sequence[Sequence[tuple[int, float]]],
+    budget: int,
+) -> list[int | None]:
+    """For each item one of its options, or None to rebuild it; the weighted errors' sum is small within ``budget``.
+
+    Option ``k`` of item ``i`` has the error ``error[i][k]`` and takes ``nbytes[i][k]``. An item with ``sources``, pairs
+    of an earlier item ``j`` and a gain, may take no bytes and have the error ``sum(gain * error of j)`` instead. What is
+    chosen is best for one price of a byte, if each item in turn, the last first, is rebuilt where that is the cheaper;
+    the bytes left then go where :func:`choose` sends them. A budget below the least that is possible counts as that.
+
+    >>> assign([1.0, 1.0], [[9.0, 1.0], [9.0, 1.0]], [[10, 20], [10, 20]], [[], [(0, 1.0)]], 20)
+    [1, None]
+    """
+    arrays = [(np.asarray(_finite([e])[0]), np.asarray(b, dtype=np.float64)) for e, b in zip(error, nbytes, strict=True)]
+
+    def price(i: int, load: float, rate: float) -> float:
+        errors, sizes = arrays[i]
+        return float((load * errors + rate * sizes).min())
+
+    def loads_at(rate: float) -> tuple[list[float], set[int], float]:
+        loads, rebuilt, total = list(weight), set[int](), 0.0
+        for i in reversed(range(len(loads))):
+            stored = price(i, loads[i], rate)
+            if sources[i]:
+                more = sum(
+                    price(j, loads[j] + loads[i] * gain, rate) - price(j, loads[j], rate) for j, gain in sources[i]
+                )
+                if more < stored:
+                    rebuilt.add(i)
+                    for j, gain in sources[i]:
+                        loads[j] += loads[i] * gain
+                    continue
+            errors, sizes = arrays[i]
+            total += sizes[int((loads[i] * errors + rate * sizes).argmin())]
+        return loads, rebuilt, total
+
+    low, high = 1e-30, 1e30
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        if loads_at(middle)[2] > budget:
+            low = middle
+        else:
+            high = middle
+    loads, rebuilt, _ = loads_at(high)
+    kept = [i for i in range(len(loads)) if i not in rebuilt]
+    least = sum(min(nbytes[i]) for i in kept)
+    costs = [[loads[i] * e for e in error[i]] for i in kept]
+    picked = choose(costs, [nbytes[i] for i in kept], max(budget, least)) if kept else []
+    found: list[int | None] = [None] * len(loads)
+    for i, k in zip(kept, picked, strict=True):
+        found[i] = k
+    return found
 
 
 def _finite(cost: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -190,7 +190,7 @@ class Rebuilt:
     def decode(self, support: Tensor | None) -> Tensor:
         """The values, made again; ``support`` tells where a rectified tensor is above zero."""
         origin, (shape, stride, dtype) = self.origin, self.meta
-        values = origin.rebuild(*[_fresh(s) if isinstance(s, Reference) else s for s in origin.sources])
+        values = origin.rebuild(*[fresh(s) if isinstance(s, Reference) else s for s in origin.sources])
         flat = values.to(dtype).as_strided((self.meta.numel,), (1,))
         if origin.rectified:
             assert support is not None
@@ -200,7 +200,7 @@ class Rebuilt:
         return flat.as_strided(shape, stride)
 
 
-def _fresh(reference: Reference) -> Tensor:
+def fresh(reference: Reference) -> Tensor:
     """The stored tensor in memory that may be changed, because no other reader gets the same memory."""
     handle = reference.handle
     if handle.raw is not None:

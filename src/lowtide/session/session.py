@@ -42,6 +42,7 @@ from .ledger import SHAPE_ONLY, Entry, Ledger
 from .memory import Memory
 from .noise import forward_noise
 from .packing import Packer
+from .watching import watch
 from .replay import Sketch, gradients
 
 _RECENT = 12
@@ -292,9 +293,10 @@ class Session:
         if self._rebuilds:
             slot.remember(light)
         tuner = self.policy.tuner
-        if tuner is not None and consumer.lossless is None and tuner.wants_gradient(consumer.site, consumer.need):
-            slot.watch(lambda g: tuner.observe(consumer.site, g) if capture.has_data(g) else None)
-        slot.saved.register_hooks(lambda _: light, self._unpack)
+        unpack = self._unpack
+        if tuner is not None and consumer.lossless is None:
+            unpack = watch(slot, consumer, light, tuner, unpack)
+        slot.saved.register_hooks(lambda _: light, unpack)
         if self._abilities.sole is None:
             self._seal_if_ours(handle)
 

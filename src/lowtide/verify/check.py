@@ -187,7 +187,7 @@ def check(
     model: nn.Module,
     batch: Any,
     loss_fn: LossFn | None = None,
-    method: str | Method | Codec | Plan = "division",
+    method: str | Method | Codec | Plan = "auto",
     *,
     seeds: int = 4,
     seconds: float = 30.0,

@@ -10,7 +10,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +22,32 @@ from ..use import Use
 
 FromSources = Callable[[], Tensor]
 """Makes a tensor again from its sources as they are stored, as backward would."""
+
+
+class Wanted(Enum):
+    """What backward should show of a site's op."""
+
+    NOTHING = 0
+    GRADIENT = 1
+    """The gradient of its output, to :meth:`Tuner.observe`."""
+    FACTOR = 2
+    """That and the gradient of the other factor, a weight's, to :meth:`Tuner.observe_factor`."""
+    PROBE = 3
+    """What noise in the saved tensor does to the gradients that the op hands on, to :meth:`Tuner.observe_probe`."""
+
+
+class Arrived(NamedTuple):
+    """The gradient of one input of an op, and how noise in a tensor that the op saved changes it."""
+
+    is_leaf: bool
+    """Does it belong to a parameter, so that nothing flows on?"""
+    square: float
+    change: float
+    """The square of the change."""
+    along: float
+    """The part of the change that is along the gradient itself, times its length."""
+    total: float
+    """The square of all that arrives at that input's maker, from this op and from others; 0 if it is unknown."""
 
 
 class Tuner(ABC):
@@ -40,12 +67,24 @@ class Tuner(ABC):
         ``from_sources`` is there if the tensor can be rebuilt from others that are stored already.
         """
 
-    def wants_gradient(self, site: Site, need: Need) -> bool:
-        """Whether backward should show the gradient of this site's node to :meth:`observe`."""
-        return False
+    def wants(self, site: Site, need: Need) -> Wanted:
+        """What backward should show of the op that saved ``site``."""
+        return Wanted.NOTHING
 
     def observe(self, site: Site, gradient: Tensor) -> None:
-        """In backward: the gradient of the output of the node that saved ``site``."""
+        """In backward: the gradient of the output of the op that saved ``site``."""
+        return
+
+    def observe_factor(self, site: Site, gradient: Tensor, factor: Tensor) -> None:
+        """In backward: the gradients of the output and of the other factor of a linear op."""
+        return
+
+    def tried(self, site: Site) -> float:
+        """In backward: the mean square of the noise to try on a saved tensor; 0 for none."""
+        return 0.0
+
+    def observe_probe(self, site: Site, arrived: Sequence[Arrived]) -> None:
+        """In backward: what that noise did to the gradient of each input of the op."""
         return
 
     @abstractmethod

@@ -1,8 +1,18 @@
-"""Which codec each stored tensor deserves: options weighed by what their error does to the gradient.
+"""Which codec each stored tensor deserves: options weighed by what their noise does to every parameter's gradient.
 
-The error that a codec adds to the gradient is about ``sensitivity * mean squared error``. Errors are measured on the
-tensors themselves. Sensitivities come from the last backward by a formula, or, for the price of one small pass a
-tensor, from a probe: the change of the whole gradient when this tensor alone is rounded.
+What is minimised is the mean over the weights ``w`` of ``noise_w**2 / |g_w|**2``, plus the same for the whole gradient:
+no layer may drown, and neither may the sum. ``|g_w|`` is the length of the weight's gradient in this batch. It holds
+the signal and SGD's own noise, so noise that is small beside it is small beside both.
+
+Where noise comes from, for a tensor that is stored with a mean squared error ``e``:
+
+- A *linear* layer's input reaches that layer's weight alone: ``noise_w**2 = e * c * |dy|**2``, with ``c`` columns of
+  the weight for each value and ``dy`` the gradient at the output.
+- Anything else disturbs what flows on. Backward tries it once with the real gradient: noise of a known size is added
+  to the tensor, and the part ``r`` that changes of the squared gradient at the op's input tells how much of every
+  earlier gradient is noise: ``noise_w**2 = r * m * c * |dy|**2`` for each weight before it, with ``m`` the mean square
+  of that weight's own input.
+- A *rebuilt* tensor has the noise of its sources, times a gain.
 """
 
 from __future__ import annotations
@@ -16,69 +26,102 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...codecs import BlockMean, Codec, GroupQuant, from_config
+from ...codecs import BlockMean, Cast, Codec, GroupQuant, from_config
 from ...codecs.base import flatten
 from ...graph.capture import Site
 from ...graph.rules import Need
 from ...kernels import ops
 from ..choice import Action, Choice
 from ..plan import Plan
-from ..solve import choose
+from ..solve import assign
 from ..use import Use
-from . import fitting
-from .base import FromSources, Probed, require_keys, site_of
-from .levels import histogram_of
+from .base import Arrived, FromSources, Probed, Wanted, require_keys, site_of
+
+_LOOK = 1 << 16
+"""Values on which errors are measured: the spread of a mean square over them is well below a percent."""
+
+_LEAST = {Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 2, Need.EXPONENT: 3}
+"""Noise is tried at four bits. Below these bits the gradient would no longer change in proportion to its square."""
+
+_TRIED = 4
+
+_BIAS = 0.01
+"""Where noise passes through a bend, its mean effect may be at most this part of a gradient."""
+
+_LONGEST = 1000
+"""Steps between two measurements at most. The first are made at steps 1, 3, 9 and so on, while weights change fast."""
 
 
 class Option(NamedTuple):
-    """A codec for one tensor, the mean square of its error there, and its bytes."""
+    """A codec for one tensor, the mean square of its error there, and its bytes; no codec keeps the tensor."""
 
-    codec: Codec
+    codec: Codec | None
     error: float
     nbytes: int
+
+    @property
+    def choice(self) -> Choice:
+        """The option as a choice."""
+        return Choice.keep("its noise would cost more than its bytes") if self.codec is None else Choice.store(self.codec)
 
 
 @dataclasses.dataclass
 class _Seen:
-    """What the first forward showed of one stored tensor."""
+    """What a forward showed of one stored tensor."""
 
-    need: Need
-    numel: int
-    options: list[Option]
-    base_error: float
-    scale: float  # sensitivity for each unit of the output gradient's square
-    sources: tuple[Site, ...]
-    rebuilt_error: float | None  # with the sources as the base codecs store them
     sites: tuple[Site, ...]
+    numel: int
+    square: float
+    """The mean square of its values."""
+    options: list[Option]
+    error: float
+    """Of the codec that stored it then."""
+    tried: float
+    """The mean square of the noise that backward tries."""
+    sources: tuple[Site, ...]
+    rebuilt: float | None
+    """The error it would have had if it had been rebuilt then."""
+    offset: float
+    """The mean square of that error's mean in each column: what a bend in the recipe leaves."""
 
 
-_LOOK = 1 << 16
-"""Values on which options are compared: the spread of a mean square over them is well below a percent."""
+_NUMBERS = ("numel", "square", "error", "tried", "rebuilt", "offset")
 
-# A batch norm's noise reaches its own weight's gradient, and by two small terms the layers before it. Of the first
-# there is a formula; the factor for the rest makes the plan as good as one from probes (docs/methods.md, "auto").
-_BEYOND = 16.0
+
+@dataclasses.dataclass
+class _Felt:
+    """What backward showed of one site: for each unit of mean squared error there."""
+
+    own: float = 0.0
+    """Noise in a weight's or a norm's own gradient, beside the square of that gradient."""
+    weight: float = 0.0
+    """The square of that gradient, if it is a weight's."""
+    aligned: float = 1.0
+    """The square of the sum of all rows of the output's gradient, beside the sum of their squares."""
+    passed: float = 0.0
+    """The part of what flows on that becomes noise."""
+    bias: float = 0.0
+    """The part of what flows on that is lost or added on the average."""
 
 
 class MixTuner(Probed):
-    """A codec for each tensor, ``bits`` a value on average: block means or plain groups, even or fitted levels, 1 to 8
-    bits, or nothing where a tensor can be rebuilt from another.
+    """A codec for each tensor, ``bits`` a value on average over all of them; or nothing where it can be rebuilt.
 
-    In the first forward every option is tried on a part of each tensor, and the first backward shows the gradients at
-    the outputs; from the second step on the plan stands. Only what a weight gradient or a batch norm reads is up for
-    choice; what propagates keeps the method's own bits, and is not part of the average.
+    Measuring steps look at every tensor and at every gradient; the plan that follows stands until the next of them.
     """
 
-    def __init__(self, bits: float, group: int, taps: Mapping[str, float]) -> None:
+    def __init__(self, bits: float, group: int) -> None:
         super().__init__()
         self.bits = bits
         self.group = group
-        self._taps = dict(taps)
+        self._step = 0
+        self._due = 0
+        self._measuring = False
         self._seen: dict[Site, _Seen] = {}
-        self._squares: dict[Site, float] = {}
-        self._plan = Plan()
+        self._by_site: dict[Site, _Seen] = {}
+        self._felt: dict[Site, _Felt] = {}
         self._probed: dict[Site, float] = {}
-        self._scale = 1.0  # of the formula, in units of the probes
+        self._plan = Plan()
         self._bad = False  # a gradient of the last backward was not finite
 
     @property
@@ -87,160 +130,235 @@ class MixTuner(Probed):
         return bool(self._seen)
 
     def begin(self, step: int) -> None:
-        """Decide once a whole backward was finite; a loss scale that is too large makes the first ones not."""
-        if self._bad:
-            self._squares, self._bad = {}, False
-        if not self._plan and self._seen and self._squares:
+        """Decide after a step that measured; a loss scale that is too large makes gradients that tell nothing."""
+        if self._measuring and self._felt and not self._bad:
             with self.timed():
                 self._decide()
+            self._due = min(3 * self._step, self._step + _LONGEST)
+        self._step = step
+        self._measuring = not self._plan or step >= self._due or step < self._due - _LONGEST
+        if self._measuring:
+            self._felt, self._bad = {}, False
 
-    def wants_gradient(self, site: Site, need: Need) -> bool:
-        """Until the plan stands."""
-        return not self._plan and need in (Need.LINEAR, Need.BATCH)
-
-    def observe(self, site: Site, gradient: Tensor) -> None:
-        """The square of the output's gradient."""
-        with self.timed():
-            norm = float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
-            self._bad = self._bad or not math.isfinite(norm)
-            self._squares[site] = norm * norm
+    # ------------------------------------------------------------ looking
 
     def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
-        """What the plan says; ``base`` where there is no plan yet."""
-        if use.need not in (Need.LINEAR, Need.BATCH) or tensor.numel() == 0:
+        """What the plan says; ``base`` where it says nothing."""
+        if use.need not in _LEAST or tensor.numel() == 0:
             return base
         planned = self._plan.choices.get(use.sites[0])
-        if planned is None:
-            if not self._plan:
-                with self.timed():
-                    self._look(use, tensor.detach(), base, from_sources)
-            return base
-        return base if planned.action is Action.REBUILD and not use.sources else planned
+        if planned is None or (planned.action is Action.REBUILD and not use.sources):
+            planned = base
+        if self._measuring:
+            with self.timed():
+                self._look(use, tensor.detach(), planned, from_sources)
+        return planned
+
+    def _look(self, use: Use, tensor: Tensor, now: Choice, from_sources: FromSources | None) -> None:
+        piece = tensor
+        if tensor.dim() > 1:
+            piece = tensor[: max(1, _LOOK * tensor.shape[0] // tensor.numel())]
+        least = _LEAST[use.need]
+        options = [
+            Option(codec, error, nbytes)
+            for codec, error in self._errors(use, piece)
+            if getattr(codec, "bits", 16) >= least and (nbytes := codec.packed_nbytes(use.meta)) < use.meta.nbytes
+        ]
+        if not options:
+            return
+        wide = piece.to(torch.float32)
+        square = float(wide.square().mean())
+        error = next((o.error for o in options if o.codec == now.codec), 0.0)
+        rebuilt, offset = (None, 0.0) if from_sources is None else _errors_of(from_sources(), tensor, bool(use.dims))
+        if now.action is Action.REBUILD and rebuilt is not None:
+            error = rebuilt
+        tried = next((o.error for o in options if getattr(o.codec, "bits", 0) == _TRIED), options[-1].error)
+        options.append(Option(None, 0.0, use.meta.nbytes))
+        self._remember(_Seen(use.sites, use.meta.numel, square, options, error, tried, use.sources, rebuilt, offset))
+
+    def _remember(self, seen: _Seen) -> None:
+        self._seen[seen.sites[0]] = seen
+        self._by_site.update(dict.fromkeys(seen.sites, seen))
+
+    def _errors(self, use: Use, piece: Tensor) -> list[tuple[Codec, float]]:
+        """Every codec that is worth a look, with the mean square of its error."""
+        group = GroupQuant(2, self.group, "channel" if use.dims else "row", dither=True)
+        families: list[GroupQuant | BlockMean] = [group]
+        if not use.dims and use.meta.shape[-1:] < (self.group,):  # short rows would have groups, and ranges, of their own
+            families.append(dataclasses.replace(group, layout="flat"))
+        if use.dims and max(use.meta.shape[2:]) > 1:
+            families.append(BlockMean(8, use.dims, 2, self.group, dither=True))
+        found: list[tuple[Codec, float]] = []
+        for family in families:
+            # Dithered, the error of every value is uniform over a step, so one look at the ranges tells it for all bits.
+            energy = family.energy(piece, use.rectified) / max(1, piece.numel())
+            for bits in range(1, 9):
+                found.append((dataclasses.replace(family, bits=bits), energy / (12 * (2**bits - 1) ** 2)))
+        # Values at the ends of their range (a few levels, many zeros) come back exactly without dither.
+        support = ops.pack_band(flatten(piece)[0], 0.0, math.inf, False, True) if use.rectified else None
+        for bits in range(1, 5):
+            plain = dataclasses.replace(group, bits=bits, dither=False)
+            error = _errors_of(plain.encode(piece, key=1, support=support).decode(support), piece, False)[0]
+            if error >= found[bits - 1][1]:
+                break
+            found.append((plain, error))
+        found.append((Cast("bfloat16"), float(piece.to(torch.float32).square().mean()) * 2.0**-18))
+        return found
+
+    # ------------------------------------------------------------ backward
+
+    def wants(self, site: Site, need: Need) -> Wanted:
+        """In a measuring step everything that is up for choice."""
+        if not self._measuring or need not in _LEAST:
+            return Wanted.NOTHING
+        return Wanted.FACTOR if need is Need.LINEAR else Wanted.PROBE
+
+    def observe_factor(self, site: Site, gradient: Tensor, factor: Tensor) -> None:
+        """A linear op: the gradients of its output and of the weight."""
+        with self.timed():
+            square, weight = _square(gradient), _square(factor)
+            self._bad = self._bad or not math.isfinite(square + weight)
+            if weight == 0 or not math.isfinite(square + weight):
+                return
+            seen = self._by_site.get(site)
+            error = 0.0 if seen is None else seen.error
+            channel = 1 if site.op == "Convolution" else gradient.dim() - 1
+            columns = factor.numel() / max(1, gradient.shape[channel])
+            others = [d for d in range(gradient.dim()) if d != channel]
+            aligned = _square(gradient.detach().sum(others, dtype=torch.float32)) / square if square > 0 else 1.0
+            # The gradient seen has the noise of this step in it.
+            weight = max(weight - columns * square * error, weight / 4)
+            self._felt[site] = _Felt(columns * square / weight, weight, aligned)
+
+    def tried(self, site: Site) -> float:
+        """The mean square of the noise that backward should try on a tensor; 0 for none."""
+        seen = self._by_site.get(site)
+        return 0.0 if seen is None else seen.tried
+
+    def observe_probe(self, site: Site, arrived: Sequence[Arrived]) -> None:
+        """What noise of the size that :meth:`tried` gave did to the gradients of the op's inputs."""
+        seen = self._by_site.get(site)
+        if seen is None or seen.tried <= 0:
+            return
+        felt = self._felt.setdefault(site, _Felt())
+        for edge in arrived:
+            total = edge.total if edge.total > 0 else edge.square
+            self._bad = self._bad or not math.isfinite(edge.change + total)
+            if total <= 0 or not math.isfinite(edge.change + total):
+                continue
+            share = edge.change / total / seen.tried
+            if edge.is_leaf:
+                felt.own += share
+            else:
+                felt.passed += share
+                felt.bias = max(felt.bias, abs(edge.along) / total / seen.tried)
+
+    # ------------------------------------------------------------ probes of the whole gradient
 
     def trial(self, use: Use) -> Choice | None:
-        """Plain groups of two bits."""
-        if use.need not in (Need.LINEAR, Need.BATCH):
+        """Plain groups of four bits."""
+        if use.need not in _LEAST:
             return None
-        return Choice.store(GroupQuant(2, self.group, "sample" if use.dims else "row"))
+        return Choice.store(GroupQuant(_TRIED, self.group, "channel" if use.dims else "row", dither=True))
 
     def measured(self, found: Sequence[tuple[Use, float]]) -> None:
-        """Use probes in place of the formula."""
+        """Use probes of the whole gradient in place of what backward showed."""
         for use, change in found:
-            seen = self._seen.get(use.sites[0])
-            trial = self.trial(use)
-            error = (
-                None
-                if seen is None
-                else next((o.error for o in seen.options if trial and o.codec == trial.codec), None)
-            )
+            seen, trial = self._seen.get(use.sites[0]), self.trial(use)
+            if seen is None or trial is None:
+                continue
+            error = next((o.error for o in seen.options if o.codec == trial.codec), 0.0)
             if error and math.isfinite(change):
                 self._probed[use.sites[0]] = change / error
-        formula = {site: self._formula(seen) for site, seen in self._seen.items()}
-        ratios = [self._probed[site] / s for site, s in formula.items() if site in self._probed and 0 < s < math.inf]
-        self._scale = statistics.median(ratios) if ratios else 1.0
         if self._probed:
             with self.timed():
                 self._decide()
 
-    # ------------------------------------------------------------ looking
-
-    def _look(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None) -> None:
-        piece = tensor
-        if tensor.dim() > 1:
-            piece = tensor[: max(1, _LOOK * tensor.shape[0] // tensor.numel())]
-        support = ops.pack_band(flatten(piece)[0], 0.0, math.inf, False, True) if use.rectified else None
-        wide = piece.to(torch.float32)
-        options = [
-            Option(codec, _mean_square(codec.encode(piece, key=1, support=support).decode(support), wide), nbytes)
-            for codec in dict.fromkeys((base.codec, *self._codecs(use, piece)))
-            if codec is not None and (nbytes := codec.packed_nbytes(use.meta)) < use.meta.nbytes
-        ]
-        if not options:
-            return
-        rebuilt = None if from_sources is None else _mean_square(from_sources(), tensor.to(torch.float32))
-        if use.need is Need.BATCH:
-            variance = float(tensor.to(torch.float32).var())
-            scale = _BEYOND / variance if variance > 0 else 0.0
-        else:
-            scale = float(use.meta.shape[1 if use.dims else -1])
-        first = use.sites[0]
-        self._seen[first] = _Seen(
-            use.need, use.meta.numel, options, options[0].error, scale, use.sources, rebuilt, use.sites
-        )
-
-    def _codecs(self, use: Use, piece: Tensor) -> list[Codec]:
-        layout = "sample" if use.dims else "row"
-        found: list[Codec] = []
-        for bits in range(1, 9):
-            plain: list[GroupQuant | BlockMean] = [GroupQuant(bits, self.group, layout)]
-            if use.dims and max(use.meta.shape[2:]) > 1:
-                plain.append(BlockMean(8, use.dims, bits, self.group))
-            for codec in plain:
-                found.append(codec)
-                if bits in (2, 3):
-                    fitted = fitting.fit_levels(histogram_of(piece, codec), bits)
-                    if fitted != fitting.uniform_levels(bits):
-                        found.append(dataclasses.replace(codec, levels=fitted))
-        return found
-
     # ------------------------------------------------------------ deciding
 
-    def _sensitivity(self, seen: _Seen) -> float:
-        probed = self._probed.get(seen.sites[0])
-        return self._formula(seen) * self._scale if probed is None else probed
+    def _weights(self) -> dict[Site, float]:
+        """For each tensor the cost of a unit of mean squared error."""
+        if self._probed:
+            return {site: self._probed[site] for site in self._seen if site in self._probed}
+        total = sum(felt.weight for felt in self._felt.values())
+        count = sum(1 for felt in self._felt.values() if felt.weight > 0)
+        spread = [f.own * seen.square for seen in self._seen.values() for f in self._known(seen) if f.weight > 0]
+        # Inputs that are not stored, such as the batch itself, come first. Their weights count like the others.
+        hidden = [f for site, f in self._felt.items() if f.weight > 0 and site not in self._by_site]
+        usual = statistics.median(spread) if spread else 1.0
+        before = sum(self._counts(f, total, count) * usual for f in hidden)  # what noise in all that flows on costs
+        found: dict[Site, float] = {}
+        for first, seen in self._seen.items():
+            known = self._known(seen)
+            cost = sum(f.own * self._counts(f, total, count) + f.passed * before for f in known)
+            before += sum(f.own * self._counts(f, total, count) * seen.square for f in known if f.weight > 0)
+            if known and math.isfinite(cost):
+                found[first] = cost
+        return found
 
-    def _formula(self, seen: _Seen) -> float:
-        if seen.need is Need.LINEAR:
-            return seen.scale * sum(self._squares.get(s, 0.0) * self._taps.get(s.module, 1.0) for s in seen.sites)
-        return seen.scale * sum(self._squares.get(s, 0.0) for s in seen.sites)
+    def _known(self, seen: _Seen) -> list[_Felt]:
+        return [self._felt[site] for site in seen.sites if site in self._felt]
+
+    def _counts(self, felt: _Felt, total: float, count: int) -> float:
+        """How much a weight counts: as one among all, and by its part of the whole gradient."""
+        return 1.0 / max(1, count) + (felt.weight / total if total > 0 else 0.0)
 
     def _decide(self) -> None:
-        """Choose among the options of units: a tensor, or a source together with what can be rebuilt from it alone."""
-        known = {site: seen for site, seen in self._seen.items() if 0 < self._sensitivity(seen) < math.inf}
-        child: dict[Site, Site] = {}
-        children: set[Site] = set()
-        for site, seen in known.items():
-            source = seen.sources[0] if len(seen.sources) == 1 else None
-            # A source comes before what is derived from it, so of a chain every second one is somebody's child.
-            if source in known and source not in child and source not in children:
-                child[source] = site
-                children.add(site)
-        units: list[list[tuple[float, int, dict[Site, Choice]]]] = []
-        for site, seen in known.items():
-            if site in children:
-                continue
-            own = [(self._sensitivity(seen) * o.error, o.nbytes, {site: Choice.store(o.codec)}) for o in seen.options]
-            if site in child:
-                own = self._joint(site, seen, child[site], known[child[site]])
-            elif seen.rebuilt_error is not None and not any(s in known for s in seen.sources):
-                own.append((self._sensitivity(seen) * seen.rebuilt_error, 0, {site: Choice.rebuild()}))
-            units.append(own)
-        numel = sum(seen.numel for seen in known.values())
-        least = sum(min(o[1] for o in unit) for unit in units)
-        budget = max(int(self.bits * numel / 8), least)
-        picked = choose([[o[0] for o in unit] for unit in units], [[o[1] for o in unit] for unit in units], budget)
-        choices: dict[Site, Choice] = {}
-        for unit, i in zip(units, picked, strict=True):
-            choices.update(unit[i][2])
-        self._plan = Plan(choices)
+        weights = self._weights()
+        known = [(site, self._seen[site]) for site in weights]
+        numel = sum(seen.numel for seen in self._seen.values())
+        left = [seen for site, seen in self._seen.items() if site not in weights]
+        spent = sum(next((o.nbytes for o in seen.options if o.error == seen.error), 0) for seen in left)
+        budget = int(self.bits * numel / 8) - spent
+        bias = _BIAS
+        options, sources = self._offers(known, bias)
+        while bias < 1 and _least(options, sources) > budget:
+            bias *= 2
+            options, sources = self._offers(known, bias)
+        picked = assign(
+            [weights[site] for site, _ in known],
+            [[o.error for o in those] for those in options],
+            [[o.nbytes for o in those] for those in options],
+            sources,
+            max(budget, _least(options, sources)),
+        )
+        self._plan = Plan(
+            {
+                site: Choice.rebuild() if k is None else those[k].choice
+                for (site, _), those, k in zip(known, options, picked, strict=True)
+            }
+        )
 
-    def _joint(
-        self, site: Site, seen: _Seen, other: Site, derived: _Seen
-    ) -> list[tuple[float, int, dict[Site, Choice]]]:
-        """Options of a source, each with what is derived from it rebuilt, or stored by itself."""
-        here, there = self._sensitivity(seen), self._sensitivity(derived)
-        gain = 0.0
-        if derived.rebuilt_error is not None and seen.base_error > 0:
-            gain = derived.rebuilt_error / seen.base_error
-        found: list[tuple[float, int, dict[Site, Choice]]] = []
-        for o in seen.options:
-            own = Choice.store(o.codec)
-            if derived.rebuilt_error is not None:
-                found.append(((here + there * gain) * o.error, o.nbytes, {site: own, other: Choice.rebuild()}))
-            for p in derived.options:
-                both = {site: own, other: Choice.store(p.codec)}
-                found.append((here * o.error + there * p.error, o.nbytes + p.nbytes, both))
-        return found
+    def _offers(
+        self, known: list[tuple[Site, _Seen]], bias: float
+    ) -> tuple[list[list[Option]], list[list[tuple[int, float]]]]:
+        """For each tensor the options whose mean effect is within ``bias``, and what it can be rebuilt from."""
+        place = {site: i for i, (site, _) in enumerate(known)}
+        most = [self._most(seen, bias) for _, seen in known]
+        sources: list[list[tuple[int, float]]] = []
+        for _, seen in known:
+            usable = seen.rebuilt is not None and all(s in place for s in seen.sources)
+            base = sum(self._seen[s].error for s in seen.sources) if usable else 0.0
+            sources.append([])
+            if base <= 0 or seen.rebuilt is None:
+                continue
+            # The mean that a bend leaves grows with the square of the noise, so it sets a limit to the sources' error.
+            limit = base * bias / math.sqrt(offset) if (offset := self._offset(seen)) > 0 else math.inf
+            if all(any(o.error <= limit and o.codec for o in self._seen[s].options) for s in seen.sources):
+                sources[-1] = [(place[s], seen.rebuilt / base) for s in seen.sources]
+                for j, _ in sources[-1]:
+                    most[j] = min(most[j], limit)
+        options = [[o for o in seen.options if o.error <= m] for (_, seen), m in zip(known, most, strict=True)]
+        return options, sources
+
+    def _most(self, seen: _Seen, bias: float) -> float:
+        """The largest error whose mean effect on what flows on is at most ``bias``."""
+        most = max((felt.bias for felt in self._known(seen)), default=0.0)
+        return bias / most if most > 0 else math.inf
+
+    def _offset(self, seen: _Seen) -> float:
+        """The squared bias of the weights' gradients, in units of their squares, had the tensor been rebuilt."""
+        return max((seen.offset * f.own * f.aligned for f in self._known(seen) if f.weight > 0), default=0.0)
 
     # ------------------------------------------------------------ state
 
@@ -248,19 +366,17 @@ class MixTuner(Probed):
         """The plan, and what it was or will be made from."""
         return {
             "plan": self._plan.to_data(),
-            "squares": [[list(site), value] for site, value in self._squares.items()],
-            "probed": [[list(site), value] for site, value in self._probed.items()],
-            "scale": self._scale,
+            "step": self._step,
+            "due": self._due,
+            "measuring": self._measuring,
             "bad": self._bad,
+            "probed": [[list(site), value] for site, value in self._probed.items()],
+            "felt": [[list(site), dataclasses.astuple(felt)] for site, felt in self._felt.items()],
             "seen": [
                 {
-                    "need": int(seen.need),
-                    "numel": seen.numel,
-                    "options": [[o.codec.to_config(), o.error, o.nbytes] for o in seen.options],
-                    "base_error": seen.base_error,
-                    "scale": seen.scale,
+                    **{key: getattr(seen, key) for key in _NUMBERS},
+                    "options": [[o.codec and o.codec.to_config(), o.error, o.nbytes] for o in seen.options],
                     "sources": [list(s) for s in seen.sources],
-                    "rebuilt_error": seen.rebuilt_error,
                     "sites": [list(s) for s in seen.sites],
                 }
                 for seen in self._seen.values()
@@ -269,22 +385,42 @@ class MixTuner(Probed):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        require_keys(state, {"plan", "squares", "probed", "scale", "bad", "seen"})
-        self._scale, self._bad = state["scale"], state["bad"]
+        require_keys(state, {"plan", "step", "due", "measuring", "bad", "probed", "felt", "seen"})
+        self._step, self._due, self._measuring = state["step"], state["due"], state["measuring"]
+        self._bad = state["bad"]
         self._plan = Plan.from_data(state["plan"])
-        self._squares = {site_of(site): value for site, value in state["squares"]}
         self._probed = {site_of(site): value for site, value in state["probed"]}
-        self._seen = {}
+        self._felt = {site_of(site): _Felt(*values) for site, values in state["felt"]}
+        self._seen, self._by_site = {}, {}
         for row in state["seen"]:
-            sites = tuple(map(site_of, row["sites"]))
-            options = [Option(from_config(c), error, nbytes) for c, error, nbytes in row["options"]]
-            self._seen[sites[0]] = _Seen(
-                Need(row["need"]), row["numel"], options, row["base_error"], row["scale"],
-                tuple(map(site_of, row["sources"])), row["rebuilt_error"], sites,
-            )  # fmt: skip
+            sites, sources = (tuple(map(site_of, row[key])) for key in ("sites", "sources"))
+            options = [Option(c and from_config(c), error, nbytes) for c, error, nbytes in row["options"]]
+            numbers = {key: row[key] for key in _NUMBERS}
+            self._remember(_Seen(sites=sites, sources=sources, options=options, **numbers))
 
 
-def _mean_square(found: Tensor, wanted: Tensor) -> float:
-    """NaN, from values that are not finite, counts as the worst."""
-    error = float(torch.linalg.vector_norm(found.to(torch.float32) - wanted, dtype=torch.float32))
-    return error * error / max(1, wanted.numel()) if math.isfinite(error) else math.inf
+def _least(options: Sequence[Sequence[Option]], sources: Sequence[Sequence[tuple[int, float]]]) -> int:
+    """The bytes of the cheapest plan: everything is rebuilt that can be."""
+    return sum(min(o.nbytes for o in those) for those, from_ in zip(options, sources, strict=True) if not from_)
+
+
+def _square(gradient: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+    return norm * norm
+
+
+def _errors_of(found: Tensor, wanted: Tensor, maps: bool) -> tuple[float, float]:
+    """The mean squared error, and the mean square of what is left of it in the mean of each column or channel.
+
+    NaN, from values that are not finite, counts as the worst.
+    """
+    error = found.to(torch.float32).sub_(wanted)
+    square = _square(error) / max(1, error.numel())
+    if not math.isfinite(square):
+        return math.inf, 0.0
+    channel = 1 if maps else error.dim() - 1
+    means = error.mean([d for d in range(error.dim()) if d != channel]) if error.dim() > 1 else error
+    # Noise alone leaves a mean square of square / rows there, with a relative spread of sqrt(2 / columns).
+    columns = max(1, means.numel())
+    chance = square * columns / max(1, error.numel()) * (1 + 3 * math.sqrt(2 / columns))
+    return square, max(0.0, _square(means) / columns - chance)

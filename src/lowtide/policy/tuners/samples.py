@@ -19,7 +19,7 @@ from ...kernels import ops
 from ..choice import Choice
 from ..solve import allocate
 from ..use import Use
-from .base import FromSources, Tuner, require_keys, site_of
+from .base import FromSources, Tuner, Wanted, require_keys, site_of
 
 
 @dataclass
@@ -146,10 +146,10 @@ class SampleTuner(Tuner):
         total, count = layer.shared
         return total.to(energy.device) * samples // count
 
-    def wants_gradient(self, site: Site, need: Need) -> bool:
-        """Of linear consumers whose tensors are not left alone, in the step before bits are divided anew."""
+    def wants(self, site: Site, need: Need) -> Wanted:
+        """Gradients of linear consumers whose tensors are not left alone, in the step before bits are divided anew."""
         due = self._refreshed is None or self._step + 1 - self._refreshed >= self.refresh
-        return due and need is Need.LINEAR and site not in self._left
+        return Wanted.GRADIENT if due and need is Need.LINEAR and site not in self._left else Wanted.NOTHING
 
     def observe(self, site: Site, gradient: Tensor) -> None:
         """Keep the mean square of a sample's gradient; the last backward counts."""

@@ -153,13 +153,15 @@ def assign(
     nbytes: Sequence[Sequence[int]],
     sources: Sequence[Sequence[tuple[int, float]]],
     budget: int,
+    most: int = 4,
 ) -> list[int | None]:
     """For each item one of its options, or None to rebuild it; the weighted errors' sum is small within ``budget``.
 
     Option ``k`` of item ``i`` has the error ``error[i][k]`` and takes ``nbytes[i][k]``. An item with ``sources``, pairs
-    of an earlier item ``j`` and a gain, may take no bytes and have the error ``sum(gain * error of j)`` instead. What is
+    of an earlier item ``j`` and a gain, may take no bytes and have the error ``sum(gain * error of j)`` instead. Chains
+    are allowed, as long as nothing is made from more than ``most`` stored items, each of which costs time. What is
     chosen is best for one price of a byte, if each item in turn, the last first, is rebuilt where that is the cheaper;
-    the bytes left then go where :func:`choose` sends them. A budget below the least that is possible counts as that.
+    the bytes left then go where :func:`choose` sends them. A budget below the least that is found counts as that.
 
     >>> assign([1.0, 1.0], [[9.0, 1.0], [9.0, 1.0]], [[10, 20], [10, 20]], [[], [(0, 1.0)]], 20)
     [1, None]
@@ -172,9 +174,11 @@ def assign(
 
     def loads_at(rate: float) -> tuple[list[float], set[int], float]:
         loads, rebuilt, total = list(weight), set[int](), 0.0
+        made_from = [1] * len(loads)  # the most stored items that anything is made from in which this one takes part
         for i in reversed(range(len(loads))):
             stored = price(i, loads[i], rate)
-            if sources[i]:
+            reached = made_from[i] + len(sources[i]) - 1
+            if sources[i] and reached <= most:
                 more = sum(
                     price(j, loads[j] + loads[i] * gain, rate) - price(j, loads[j], rate) for j, gain in sources[i]
                 )
@@ -182,6 +186,7 @@ def assign(
                     rebuilt.add(i)
                     for j, gain in sources[i]:
                         loads[j] += loads[i] * gain
+                        made_from[j] = max(made_from[j], reached)
                     continue
             errors, sizes = arrays[i]
             total += sizes[int((loads[i] * errors + rate * sizes).argmin())]

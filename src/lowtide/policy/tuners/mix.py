@@ -40,8 +40,8 @@ from .base import Arrived, FromSources, Probed, Wanted, require_keys, site_of
 _LOOK = 1 << 16
 """Values on which errors are measured: the spread of a mean square over them is well below a percent."""
 
-_LEAST = {Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 2, Need.EXPONENT: 3}
-"""Noise is tried at four bits. Below these bits the gradient would no longer change in proportion to its square."""
+_LEAST = {Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 2, Need.EXPONENT: 4}
+"""Noise is tried at four bits. What passes through an exponential does not grow in proportion to it beyond that."""
 
 _TRIED = 4
 

@@ -243,7 +243,7 @@ def test_published_gradient_is_that_of_the_decoded_input(units, bits):
     assert float((model.last.weight.grad[:, :, 0, 0].double() - wanted).abs().max()) <= bound
 
 
-def test_what_is_no_unit_has_the_same_bits():
+def test_what_is_no_unit_has_the_same_bits_and_sums_have_none():
     torch.manual_seed(0)
 
     class Residual(nn.Module):
@@ -264,7 +264,7 @@ def test_what_is_no_unit_has_the_same_bits():
     assert codecs == {
         "conv": "block_mean(4 bits)",
         "norm": "six_sigma(4 bits)",
-        "": "block_mean(4 bits) + mask",  # the ReLU after the addition, which is the next convolution's input
+        "": "rebuilt + mask",  # the ReLU after the addition, which is the next convolution's input
         "head": "group_quant(4 bits)",
     }
 

@@ -155,9 +155,9 @@ def compress(
     Sessions do not nest: within one, an inner one finds nothing left to do. Under autocast, call backward before the
     optimizer's step, because copies of parameters are cast again instead of kept.
 
-    With ``derive=True`` a tensor that is a cheap function of stored ones (the input of a convolution after BN and ReLU,
-    of a linear layer after a norm, an activation or a product) is not stored but rebuilt from them: about half the
-    bytes, which are better spent on more ``bits`` for what is stored.
+    With ``derive=True`` a tensor that is a cheap function of stored ones (the input of a convolution after BN and ReLU
+    or after a residual block, of a linear layer after a norm, an activation or a product) is not stored but rebuilt
+    from them: about half the bytes, which are better spent on more ``bits`` for what is stored.
 
     ``include`` and ``exclude`` are patterns of module paths, such as ``"blocks.*.mlp"``; each stands for the modules
     that match it and all inside them. What is saved outside of ``include``, or in ``exclude``, stays as it is.

@@ -28,6 +28,7 @@ What the session relies on, tested by :func:`probe`
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import weakref
@@ -45,6 +46,7 @@ _MARK = "lowtide"
 _MADE = "lowtide made"
 _FAITHFUL = "lowtide faithful"
 _BIAS = "lowtide bias"
+_HELD = "lowtide held"
 _RAW = "_raw_saved_"
 _PARAMETER_NODE = "AccumulateGrad"
 _FORMS = frozenset(
@@ -385,12 +387,24 @@ def is_as_made(tensor: Tensor) -> bool:
     note away when it is called. Memory that somebody reached before, by ``.data`` or from numpy, does not show.
     """
     node: Any = tensor.grad_fn
-    return node.metadata.get(_MADE) == tensor._version and tensor.output_nr == 0
+    return node is not None and node.metadata.get(_MADE) == tensor._version and tensor.output_nr == 0
 
 
 def read_what_was_made(node: Any) -> bool:
-    """Did this ReLU read its input with the values that the input's own node had made?"""
+    """Did this ReLU or addition read its inputs with the values that their own nodes had made?"""
     return _FAITHFUL in node.metadata
+
+
+def remember_holder(made: Tensor, holder: Any) -> None:
+    """Leave with the node that made a tensor a weak reference to what holds its values."""
+    node: Any = made.grad_fn
+    node.metadata[_HELD] = weakref.ref(holder)
+
+
+def holder_of(node: Any) -> Any:
+    """What :func:`remember_holder` left, if it still lives."""
+    held = node.metadata.get(_HELD)
+    return None if held is None else held()
 
 
 def bias_of(node: Any) -> Tensor | None:
@@ -521,23 +535,30 @@ def _history(tensor: Tensor) -> Any:
         return None
 
 
-def _note_version(node: Any, result: Tensor, source: Any) -> None:
-    """Leave with a node, as soon as it is there, what tells later whether its result and its input have changed."""
+def _note_version(node: Any, result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
+    """Leave with a node, as soon as it is there, what tells later whether its result and its inputs have changed."""
     notes = node.metadata
     notes[_MADE] = result._version
     kind = type(node).__name__
-    if kind == "ReluBackward0":
-        maker, output = node.next_functions[0]
-        made = None if maker is None or output != 0 else maker.metadata.get(_MADE)
-        if made is None or not isinstance(source, Tensor):
-            return
-        in_place = source is result  # has moved the version by one, and is its own maker now
-        if source._version == made + in_place and (in_place or source.grad_fn is maker):
+    if kind in ("ReluBackward0", "AddBackward0"):
+        read = (*args, *[kwargs[name] for name in ("input", "other") if name in kwargs]) if kwargs else args
+        edges = node.next_functions
+        if len(read) >= len(edges) and all(map(_is_as_its_maker_made_it, edges, read, itertools.repeat(result))):
             notes[_FAITHFUL] = True
     elif kind == "NativeBatchNormBackward0":
         bias = getattr(parent(node, 2), "variable", None)
         if bias is not None:
             notes[_BIAS] = bias._version
+
+
+def _is_as_its_maker_made_it(edge: tuple[Any, int], source: Any, result: Tensor) -> bool:
+    """Has an op, which made ``result``, just read ``source`` with all the values that the node behind it had made?"""
+    maker, output = edge
+    made = None if maker is None or output != 0 else maker.metadata.get(_MADE)
+    if made is None or not isinstance(source, Tensor):
+        return False
+    in_place = source is result  # has moved the version by one, and is its own maker now
+    return source._version == made + in_place and (in_place or source.grad_fn is maker)
 
 
 class Capture(TorchFunctionMode):
@@ -637,7 +658,7 @@ class Capture(TorchFunctionMode):
             node = _history(result)
             if node is not None:
                 if self._versions and node._sequence_nr() >= before:
-                    _note_version(node, result, args[0] if args else (kwargs or {}).get("input"))
+                    _note_version(node, result, args, kwargs)
                 self._walk(node, func)
                 self._latest = weakref.ref(result)
             elif type(func) is _GETTER and func.__self__ is _DATA:

@@ -1,7 +1,8 @@
 """Tensors that need not be stored, because they are cheap functions of others that are.
 
 The input of a convolution after BN and ReLU is mask * (scale * x + shift), where ``x`` is the input that BN saved
-anyway. Storing ``x`` alone, with more bits, beats two coarse copies. A recipe that is linear in what is stored keeps
+anyway. Storing ``x`` alone, with more bits, beats two coarse copies. The result of a residual block is the sum of such
+a term and of another, or of a tensor that is stored for its own sake. A recipe that is linear in what is stored keeps
 unbiased values unbiased, given the exact mask; the comments in ``RECIPES`` name those that are not linear.
 """
 
@@ -19,6 +20,13 @@ from .capture import bias_of, describe, is_as_made, parent, read_what_was_made, 
 Rebuild = Callable[..., Tensor]
 
 
+class Affine(NamedTuple):
+    """Makes scale * x + shift of a source, with a number of each for every channel (dimension 1)."""
+
+    scale: Tensor
+    shift: Tensor
+
+
 class Recipe(NamedTuple):
     """How the result of an op is made again from tensors that its node saved.
 
@@ -27,18 +35,30 @@ class Recipe(NamedTuple):
     """
 
     sources: tuple[str, ...]
-    build: Callable[[Any], Rebuild | None]
+    build: Callable[[Any], Affine | Rebuild | None]
+
+
+class Term(NamedTuple):
+    """A tensor that is made from sources: all of the one to be rebuilt, or an addend of it."""
+
+    sources: tuple[Any, ...]
+    """What stands for each source, as the functions ``stored`` and ``held`` gave it to :func:`origin_of`."""
+    make: Affine | Rebuild | None
+    """None for the only source itself, as it is."""
 
 
 class Origin(NamedTuple):
-    """The op that made a tensor, and how to make the tensor again."""
+    """The op that made a tensor, and how to make the tensor again: as a sum of terms, in most cases of one."""
 
     op: str
-    sources: tuple[Any, ...]
-    """What stands for each source, as the function ``stored`` gave it to :func:`origin_of`."""
-    rebuild: Rebuild
+    terms: tuple[Term, ...]
     rectified: bool
     """Did a ReLU follow? Then the tensor is the rebuilt one where its mask is set, and zero elsewhere."""
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """Those of all terms, in the order in which the forward added them."""
+        return tuple(source for term in self.terms for source in term.sources)
 
 
 PIECE = 1 << 18
@@ -58,7 +78,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.float32)
 
 
-def _batch_norm(node: Any) -> Rebuild | None:
+def _batch_norm(node: Any) -> Affine | None:
     if not saved(node, "training"):
         return None
     mean, scale, weight = saved(node, "result1"), saved(node, "result2"), saved(node, "weight")
@@ -68,14 +88,7 @@ def _batch_norm(node: Any) -> Rebuild | None:
     if bias is None:
         return None
     scale = scale.clone() if weight is None else scale * weight
-    shift = bias.detach() - mean * scale
-
-    def rebuild(x: Tensor) -> Tensor:
-        shape = (1, -1) + (1,) * (x.dim() - 2)
-        x = _wide(x)
-        return torch.addcmul(shift.view(shape), x, scale.view(shape), out=x)
-
-    return rebuild
+    return Affine(scale, bias.detach() - mean * scale)
 
 
 def _layer_norm(node: Any) -> Rebuild | None:
@@ -133,10 +146,15 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def origin_of(tensor: Tensor, stored: Callable[[Any, str], Any]) -> Origin | None:
+_MOST_TERMS = 4
+"""A sum of more is stored. Every term costs a pass over the tensor in backward."""
+
+
+def origin_of(tensor: Tensor, stored: Callable[[Any, str], Any], held: Callable[[Any], Any]) -> Origin | None:
     """How to make ``tensor`` again, if a recipe knows.
 
-    ``stored(node, slot)`` gives what stands for a saved tensor whose values the caller keeps; None if it keeps none.
+    ``stored(node, slot)`` gives what stands for a saved tensor whose values the caller keeps, and ``held(node)`` what
+    stands for the result of a node; None if it keeps none.
     """
     node: Any = tensor.grad_fn
     if node is None or not is_as_made(tensor):
@@ -148,20 +166,39 @@ def origin_of(tensor: Tensor, stored: Callable[[Any, str], Any]) -> Origin | Non
             return None
         node = parent(node, 0)
         op = _op(node)
-    recipe = RECIPES.get(op)
-    if recipe is None:
-        return None
-    sources = []
-    for slot in recipe.sources:
-        found = stored(node, slot)
-        if found is None:
-            return None
-        sources.append(found)
+    terms: list[Term] = []
     try:
-        rebuild = recipe.build(node)
+        known = _find_terms(node, op, stored, held, terms)
     except (AttributeError, RuntimeError):  # the graph behind the node was freed
         return None
-    return None if rebuild is None else Origin(op, tuple(sources), rebuild, rectified)
+    return Origin(op, tuple(terms), rectified) if known else None
+
+
+def _find_terms(
+    node: Any, op: str, stored: Callable[[Any, str], Any], held: Callable[[Any], Any], terms: list[Term]
+) -> bool:
+    """Append the terms whose sum is the result of ``node``; False if one is not known."""
+    if op == "Add":
+        # A number, and a tensor that needs no gradient, have no node: an addition of one was not read as made.
+        if not read_what_was_made(node) or saved(node, "alpha") != 1:
+            return False
+        for edge in (0, 1):
+            addend = parent(node, edge)
+            values = held(addend)
+            if values is not None:
+                terms.append(Term((values,), None))
+            elif len(terms) >= _MOST_TERMS or not _find_terms(addend, _op(addend), stored, held, terms):
+                return False
+        return len(terms) <= _MOST_TERMS
+    recipe = RECIPES.get(op)
+    if recipe is None:
+        return False
+    sources = tuple(stored(node, slot) for slot in recipe.sources)
+    make = None if any(source is None for source in sources) else recipe.build(node)
+    if make is None:
+        return False
+    terms.append(Term(sources, make))
+    return True
 
 
 def _op(node: Any) -> str:

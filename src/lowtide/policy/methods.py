@@ -171,7 +171,8 @@ class Blpa(Method):
     """One code for a unit of convolution, BN and ReLU: BN's input (Chakrabarti and Moseley 2019), groups elsewhere.
 
     The convolution's input is rebuilt from the code and the exact mask, as is every input that can be and needs no
-    more than ``bits`` bits. What cannot (after an addition, say) is stored in ``bits`` bits as in ``division``.
+    more than ``bits`` bits, also through the additions of residual blocks. What cannot (the input of the first
+    convolution, say) is stored in ``bits`` bits as in ``division``.
 
     ``faithful=True`` stores BN's inputs by the published quantizer, which is **biased** (see ``SixSigma``).
     """
@@ -188,7 +189,7 @@ class Blpa(Method):
 
     def choose(self, use: Use) -> Choice:
         """Nothing for what can be rebuilt from values that are precise enough."""
-        if use.sources and use.need in _FLOOR and self.bits >= _FLOOR[use.need]:
+        if use.derivable and use.need in _FLOOR and self.bits >= _FLOOR[use.need]:
             return Choice.rebuild()
         if self.faithful and use.need is Need.BATCH and len(use.meta.shape) >= 2:
             return Choice.store(SixSigma(self.bits))

@@ -28,7 +28,7 @@ class Policy:
     The rules have spoken before: a policy is asked only about values that may be approximated.
 
     1. A tensor of fewer than ``min_numel`` values is kept. It holds few bytes, and packing it costs time.
-    2. With ``derive`` a tensor is rebuilt if its sources are kept at least as precisely as it needs.
+    2. With ``derive`` a tensor is rebuilt if its sources are few and kept at least as precisely as it needs.
     3. The method chooses.
     4. The method's tuner refines that by what it learned from earlier steps.
     5. A demand, such as a guard's, has the last word.
@@ -63,7 +63,7 @@ class Policy:
         """What happens to ``tensor``; ``from_sources`` makes it again from those it can be rebuilt from."""
         if use.meta.numel < self.min_numel:
             return _SMALL
-        if self.derive and use.sources and use.source_need >= use.need:
+        if self.derive and use.derivable and use.source_need >= use.need:
             choice = Choice.rebuild()
         else:
             choice = self._method_chooses(use)

@@ -22,6 +22,16 @@ class Use(NamedTuple):
     """It has no negative values, and an exact mask of its zeros is stored."""
     source_need: Need = Need.LOSSLESS
     """The least that any of those sources is kept for. What is rebuilt is no better than its sources."""
+    decodes: int = 0
+    """How many stored tensors are decoded to rebuild it. Those that a rebuilt source is made from are among them."""
+
+    @property
+    def derivable(self) -> bool:
+        """Can it be rebuilt from few stored tensors?
+
+        Their variances add up, so the noise of four of the same bits is twice that of one, and each is decoded for it.
+        """
+        return 0 < self.decodes <= 4
 
     @property
     def dims(self) -> int:

@@ -8,7 +8,7 @@ never copied, and all consumers of a tensor are known before its codec is chosen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from ..codecs import BlockMean, Codec, Mask, Packed, Raw, TensorMeta
 from ..codecs.base import flatten, layout_of
 from ..graph import capture
 from ..graph.capture import Site
-from ..graph.derive import PIECE, Origin, pieces
+from ..graph.derive import PIECE, Affine, Origin, Term, pieces
 from ..graph.rules import Need
 from ..kernels import ops
 from .ledger import SHAPE_ONLY, Entry
@@ -55,7 +55,7 @@ class Handle:
     """One storage at one version, raw until only the graph owns it, packed from then on."""
 
     __slots__ = (
-        *("__weakref__", "base", "consumers", "decoded", "identity", "is_source", "noise", "numel", "origin"),
+        *("__weakref__", "above", "base", "consumers", "decoded", "identity", "is_source", "noise", "numel", "origin"),
         *("encoded", "pinned", "raw", "readers", "entry", "version"),
     )
 
@@ -71,6 +71,7 @@ class Handle:
         self.entry = entry
         self.origin: Origin | None = None
         self.is_source = False  # is anything to be rebuilt from it?
+        self.above = 0  # tensors that are decoded besides to rebuild another from it, which was settled before
         self.pinned: Tensor | None = None
         self.consumers: list[Consumer] = []
         self.encoded: dict[tuple[TensorMeta, int] | None, Encoded] = {}
@@ -190,7 +191,12 @@ class Rebuilt:
     def decode(self, support: Tensor | None) -> Tensor:
         """The values, made again; ``support`` tells where a rectified tensor is above zero."""
         origin, (shape, stride, dtype) = self.origin, self.meta
-        values = origin.rebuild(*[fresh(s) if isinstance(s, Reference) else s for s in origin.sources])
+        # What takes most decoding comes first: then no more than two tensors are there at once, however long a chain.
+        first, *others = sorted(origin.terms, key=lambda term: len(read_for([term])), reverse=True)
+        values = _made(first, read_only=bool(others))
+        for term in others:
+            other, values = values, _made(term)
+            values = values.to(torch.promote_types(values.dtype, other.dtype)).add_(other)
         flat = values.to(dtype).as_strided((self.meta.numel,), (1,))
         if origin.rectified:
             assert support is not None
@@ -200,16 +206,30 @@ class Rebuilt:
         return flat.as_strided(shape, stride)
 
 
-def fresh(reference: Reference) -> Tensor:
-    """The stored tensor in memory that may be changed, because no other reader gets the same memory."""
+def _made(term: Term, read_only: bool = False) -> Tensor:
+    """A term of a sum, in memory of its own unless it is ``read_only``."""
+    make = term.make
+    if make is None:
+        return fresh(term.sources[0], read_only)
+    sources = [fresh(s) if isinstance(s, Reference) else s for s in term.sources]
+    if not isinstance(make, Affine):
+        return make(*sources)
+    x = sources[0].to(torch.float32)  # as the op itself computes: in 16 bits a large mean would cancel, or overflow
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    return torch.addcmul(make.shift.view(shape), x, make.scale.view(shape), out=x)
+
+
+def fresh(reference: Reference, read_only: bool = False) -> Tensor:
+    """The stored tensor; unless it is ``read_only``, in memory that may be changed, because no other reader has it."""
     handle = reference.handle
     if handle.raw is not None:
-        return reference.read(handle.raw).clone()
+        raw = reference.read(handle.raw)
+        return raw if read_only else raw.clone()
     encoded = handle.encoded.get(None) or handle.encoded[(reference.meta, reference.offset)]
     values = encoded.values if reference.lossless is None else encoded.packs[reference.lossless]
     assert values is not None
     whole = values.decode(encoded.support)
-    if isinstance(values, Packed) and type(values.codec) is Raw:
+    if not read_only and isinstance(values, Packed) and type(values.codec) is Raw:
         whole = whole.clone()  # what Raw gives back is what it keeps
     return reference.view(whole) if None in handle.encoded else whole
 
@@ -289,11 +309,44 @@ def cut(raw: Tensor, meta: TensorMeta, offset: int) -> Tensor:
     return raw.as_strided(meta.shape, meta.stride, offset)
 
 
+def holding(handle: Handle, form: tuple[tuple[int, ...], tuple[int, ...]]) -> Reference | None:
+    """A reference to all values of a storage, if they are kept and lie in this form, a shape and its strides."""
+    view = next((c.view for c in handle.consumers if c.offset == 0 and c.view[:2] == form), None)
+    encoded, raw = handle.encoded.get(None), handle.raw
+    if raw is None:
+        kept = encoded is not None and encoded.values is not None
+    else:
+        kept = capture.version_of(raw) == handle.version and any(c.lossless is None for c in handle.consumers)
+    return Reference(handle, view, 0, None, False) if kept and view is not None else None
+
+
+def laid_out(term: Term, form: tuple[tuple[int, ...], tuple[int, ...]], most: int) -> Term | None:
+    """The term with a source of this form first, and its factors that are not stored copied; they have ``most`` values.
+
+    A parameter may change before backward. None if no source has the form, or a factor is too large to be copied.
+    """
+    sources = list(term.sources)
+    for i, source in enumerate(sources):
+        if not isinstance(source, Reference):
+            if source.numel() > most:
+                return None
+            sources[i] = source.clone()
+    for i, source in enumerate(sources):
+        if isinstance(source, Reference) and source.meta[:2] == form:
+            return term._replace(sources=(source, *sources[:i], *sources[i + 1 :]))
+    return None
+
+
 def roots_of(handle: Handle) -> list[Handle]:
-    """The handles of the stored tensors whose noise is in the values of this one."""
-    if handle.origin is None:
-        return [handle]
-    return [root for s in handle.origin.sources if isinstance(s, Reference) for root in roots_of(s.handle)]
+    """The handles of the stored tensors whose noise is in the values of this one, or may be."""
+    found, open_ = [], [handle]
+    while open_:
+        handle = open_.pop()
+        if handle.origin is None:
+            found.append(handle)
+        else:
+            open_ += [s.handle for s in handle.origin.sources if isinstance(s, Reference)]
+    return found
 
 
 def _is_exact(handle: Handle) -> bool:
@@ -303,6 +356,19 @@ def _is_exact(handle: Handle) -> bool:
     if not isinstance(values, Rebuilt):
         return handle.raw is not None
     return any(_is_exact(s.handle) for s in values.origin.sources if isinstance(s, Reference))
+
+
+def read_for(terms: Iterable[Term]) -> list[Handle]:
+    """The handles of all tensors that are decoded, or read as they are, to make these terms again.
+
+    For a source that is rebuilt itself, those that it is made from.
+    """
+    found: list[Handle] = []
+    for handle in [s.handle for term in terms for s in term.sources if isinstance(s, Reference)]:
+        encoded = handle.encoded.get(None)
+        values = None if encoded is None else encoded.values
+        found += read_for(values.origin.terms) if isinstance(values, Rebuilt) else [handle]
+    return found
 
 
 def need_of(origin: Origin) -> Need:

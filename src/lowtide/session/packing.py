@@ -12,12 +12,26 @@ from ..graph.rules import Need
 from ..policy.choice import Action, Choice
 from ..policy.policy import Policy
 from ..policy.use import Use
-from .handles import SIGN, Consumer, Encoded, Handle, Rebuilt, cut, described, is_support, need_of, rebuilder, sites_of
+from .handles import (
+    SIGN,
+    Consumer,
+    Encoded,
+    Handle,
+    Rebuilt,
+    cut,
+    described,
+    is_support,
+    need_of,
+    read_for,
+    rebuilder,
+    sites_of,
+)
 from .ledger import SHAPE_ONLY
 from .noise import key_of
 from .offload import place_away, send
 
 _RAW = Raw()
+_DEEPEST = 32  # stored tensors that one may be rebuilt from, one through the other: calls nest as deep in backward
 
 
 class Packer:
@@ -43,7 +57,7 @@ class Packer:
         kept = on_purpose = False  # does any stretch stay exact? is any stored even if that saves no bytes?
         for key, meta, offset, consumers in extents:
             tensor = cut(raw, meta, offset)
-            use, lossless, origin = self._asked(meta, consumers, handle.origin if key is None else None)
+            use, lossless, origin = self._asked(handle, meta, consumers, handle.origin if key is None else None)
             choice, nbytes = (None, 0) if use is None else self._choose(use, tensor, origin)
             if choice is not None:
                 action, codec = choice.action, choice.codec
@@ -71,6 +85,8 @@ class Packer:
             except NotRepresentable as reason:
                 handle.encoded.clear()
                 why = f"kept exactly: {reason}"
+        if why is not None or not any(choice and choice.action is Action.REBUILD for _, _, choice, _, _ in asked):
+            handle.origin = None  # its noise is its own, and it needs no other tensor
         for _, use, choice, _, _ in asked:
             lost = why is not None and choice is not None and choice.action is not Action.KEEP
             self._note(use, Choice.keep(why or "") if lost else choice)
@@ -82,7 +98,7 @@ class Packer:
         entry.compressed(total - away, *used)
 
     def _asked(
-        self, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
+        self, handle: Handle, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
     ) -> tuple[Use | None, list[Codec], Origin | None]:
         """What all consumers of a tensor want: its values (if any does), lossless forms; and how to rebuild it."""
         lossless: list[Codec] = []
@@ -98,9 +114,11 @@ class Packer:
                     lossless.append(consumer.lossless)
         if need is Need.LOSSLESS:
             return None, lossless, None
-        if origin is None or (origin.rectified and not rectified):
+        decodes = 0 if origin is None else handle.above + len(read_for(origin.terms))
+        if origin is None or (origin.rectified and not rectified) or decodes > _DEEPEST:
             return Use(need, meta, spatial, tuple(sites), (), rectified), lossless, None
-        return Use(need, meta, spatial, tuple(sites), sites_of(origin), rectified, need_of(origin)), lossless, origin
+        made = (sites_of(origin), rectified, need_of(origin), decodes)
+        return Use(need, meta, spatial, tuple(sites), *made), lossless, origin
 
     def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> tuple[Choice, int]:
         """Ask the policy; the choice and its bytes. What cannot be carried out here, or changes nothing, is a keep."""
@@ -143,6 +161,9 @@ class Packer:
             return Encoded(None, packs, None)
         if rebuilt:
             assert origin is not None
+            read = read_for(origin.terms)
+            for source in read:  # those that are not settled yet may be rebuilt themselves
+                source.above = max(source.above, handle.above + len(read) - 1)
             handle.entry.why = f"rebuilt from {described(origin)}"
             return Encoded(Rebuilt(origin, meta), packs, packs[SIGN].buffers[0] if rectified else None)
         codec = choice.codec or _RAW  # a stretch that is kept beside others that are not has bytes of its own

@@ -36,6 +36,8 @@ from .handles import (
     Recast,
     Reference,
     Shape,
+    holding,
+    laid_out,
     roots_of,
 )
 from .ledger import SHAPE_ONLY, Entry, Ledger
@@ -282,7 +284,7 @@ class Session:
             base = None if whole is None else TensorMeta.of(whole)
             handle = Handle(tensor.detach(), identity, base, total, self._noise, entry)
             if self._rebuilds:
-                handle.origin = self._origin(capture.base_of(tensor), tensor, total)
+                self._trace(handle, tensor)
             reference = weakref.ref(handle)
             self._handles[identity] = reference
             self._recent.append(reference)
@@ -313,28 +315,35 @@ class Session:
         elif handle is not None:
             handle.pin(_BY_DATA)
 
-    def _origin(self, base: Tensor | None, tensor: Tensor, numel: int) -> Origin | None:
-        """How to rebuild a tensor that fills its storage from those already stored, the first laid out as it is."""
+    def _trace(self, handle: Handle, tensor: Tensor) -> None:
+        """Find out how to rebuild a tensor, and let others be rebuilt from it."""
+        base = capture.base_of(tensor)
         whole = tensor if base is None else base
-        origin = origin_of(whole, capture.stands_for) if whole.numel() == numel else None
+        if whole.numel() == handle.numel and capture.is_as_made(whole):
+            capture.remember_holder(whole, handle)
+            handle.origin = self._origin(whole)
+
+    def _origin(self, whole: Tensor) -> Origin | None:
+        """How to rebuild a tensor that fills its storage from those already stored, which are laid out as it is."""
+        form = (whole.shape, whole.stride())
+
+        def held(node: Any) -> Reference | None:
+            handle = capture.holder_of(node)
+            return None if handle is None else holding(handle, form)
+
+        origin = origin_of(whole, capture.stands_for, held)
         if origin is None:
             return None
-        roots = [id(root) for s in origin.sources if isinstance(s, Reference) for root in roots_of(s.handle)]
+        terms = [laid for term in origin.terms if (laid := laid_out(term, form, _SMALL_FACTOR)) is not None]
+        handles = [source.handle for source in origin.sources if isinstance(source, Reference)]
+        if len(terms) < len(origin.terms) or any(handle.pinned is not None for handle in handles):
+            return None  # some source is laid out otherwise, or reached by ``.data``, so that it may have changed
+        roots = [id(root) for handle in handles for root in roots_of(handle)]
         if len(set(roots)) < len(roots):
             return None  # the square of a rounded value is biased by the rounding's variance
-        sources = list(origin.sources)
-        for i, source in enumerate(sources):
-            if not isinstance(source, Reference):
-                if source.numel() > _SMALL_FACTOR:
-                    return None
-                sources[i] = source.clone()  # a parameter may change before backward
-        for i, source in enumerate(sources):
-            if isinstance(source, Reference) and source.meta[:2] == (whole.shape, whole.stride()):
-                for each in sources:
-                    if isinstance(each, Reference):
-                        each.handle.is_source = True
-                return origin._replace(sources=(source, *sources[:i], *sources[i + 1 :]))
-        return None
+        for handle in handles:
+            handle.is_source = True
+        return origin._replace(terms=tuple(terms))
 
     def _is_static(self, identity: int, storage: Any) -> bool:
         """Does the storage belong to the model? An identity alone may be that of one that is gone."""

@@ -67,6 +67,8 @@ CODECS: list[Codec] = [
     GroupQuant(8, 33, "flat"),
     *(BlockMean(4, 2, b, 50) for b in range(1, 9)),
     *(GroupQuant(b, 50, "sample", LEVELS[b]) for b in LEVELS),
+    *(GroupQuant(b, 50, "sample", dither=True) for b in (1, 2, 3, 8)),
+    *(BlockMean(4, 2, b, 50, dither=True) for b in (2, 4)),
     SampleQuant((3, 8), 50),
     BlockMean(4, 2, 2, 50, levels=(0.0, 0.25, 0.6, 1.0)),
     BlockMean(4, 2, 3, 50, True, (0.0, 0.1, 0.25, 0.4, 0.5, 0.7, 0.9, 1.0)),
@@ -292,6 +294,17 @@ def test_lossless_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype, st
         (lambda: GroupQuant(2, levels=(0.0, 0.5, 0.5, 1.0)), r"levels must rise by at least 2\*\*-16 each"),
         (lambda: GroupQuant(2, levels=(0.0, 0.6, 0.5, 1.0)), r"levels must rise by at least 2\*\*-16 each"),
         (lambda: GroupQuant(2, levels=(0.0, math.nan, 0.5, 1.0)), r"levels must rise by at least 2\*\*-16 each"),
+        (lambda: GroupQuant(dither=1), "dither must be one of False, True; got 1"),
+        (
+            lambda: GroupQuant(2, levels=LEVELS[2], dither=True),
+            r"dither=True needs even levels; got levels=\(0.0, 0.25",
+        ),
+        (lambda: BlockMean(levels=LEVELS[2], dither=True), r"dither=True needs even levels; got levels=\(0.0, 0.25"),
+        (lambda: BlockMean(bits=0, dither=True), "dither=True goes with bits of at least 1 .*got bits=0, faithful=Fal"),
+        (
+            lambda: BlockMean(faithful=True, dither=True),
+            "dither=True goes with .*got bits=2, faithful=True.*Leave dith",
+        ),
         (lambda: Cast("int8"), "dtype must be one of bfloat16, float16, .*; got 'int8'"),
         (lambda: Cast("float8_e5m2", -1), "group must be a whole number of at least 1; got -1"),
         (lambda: Cast("float8_e5m2", False), "group must be a whole number of at least 1; got False"),
@@ -501,8 +514,10 @@ def test_subnormals(codec: Codec) -> None:
 def test_huge_values_are_right_or_nan(codec: Codec, largest: float) -> None:
     """A finite value never becomes a finite number beyond the bound; up to 1e30 all is finite.
 
-    Beside float32's largest a step that is rounded up may overflow, and so may a product: visibly, as Inf or NaN.
+    Beside float32's largest a step that is rounded up may overflow, and so may a product, and half a step beyond the
+    range of a group: visibly, as Inf or NaN.
     """
+    overflows = isinstance(codec, Projection) or getattr(codec, "dither", False)
     codec, generator = _for_samples(codec, 8), torch.Generator().manual_seed(3)
     for signed in (False, True):
         x = torch.rand(8, 2, 8, 8, generator=generator)
@@ -511,7 +526,7 @@ def test_huge_values_are_right_or_nan(codec: Codec, largest: float) -> None:
         for key in range(4):
             out = codec.encode(x, key=key).decode()
             right = (out.double() - x.double()).abs() <= _bound(codec, x)
-            visible = ~out.isfinite() if largest > 3.3e38 or isinstance(codec, Projection) else out.isnan()
+            visible = ~out.isfinite() if largest > 3.3e38 or overflows else out.isnan()
             assert bool((right | visible).all())
             if largest == 1e30:
                 assert bool(right.all())
@@ -951,6 +966,63 @@ def test_levels_are_unbiased(bits: int, ratio: float, dtype: torch.dtype) -> Non
     assert ((error**2).mean(0) <= width**2 / 4 + hoeffding + extra).all()
 
 
+def _assert_uniform(error: np.ndarray, step: np.ndarray, rounding: np.ndarray) -> None:
+    """Errors (draws, values) are at most half a step, and their first two moments those of a uniform distribution.
+
+    The square of such an error has the mean step**2 / 12 and the variance step**4 (1/80 - 1/144) = step**4 / 180.
+    """
+    draws, n = error.shape
+    assert (np.abs(error) <= step / 2 + rounding).all()
+    assert (np.abs(error.mean(0)) <= _tolerance(step**2 / 12, step / 2, draws, n) + rounding).all()
+    allowed = _tolerance(step**4 / 180, step**2 / 4, draws, n) + rounding * step + rounding**2
+    assert (np.abs((error**2).mean(0) - step**2 / 12) <= allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "dtype"), [*((r, torch.float32) for r in (0, 1, 100)), *((0, d) for d in FLOATS[1:])], ids=str
+)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_dithered_errors_are_uniform(bits: int, ratio: float, dtype: torch.dtype) -> None:
+    """Whatever the value: the last ones lie on levels, where rounding without dither is exact."""
+    n = 29
+    line = _row_data(ratio, n, dtype)
+    levels = min(2**bits, 8)
+    line[-levels:] = (torch.arange(levels) / (2**bits - 1) + ratio - (0.5 if ratio == 0 else 0)).to(dtype)
+    codec = GroupQuant(bits, n, dither=True)
+    packed = codec.encode(line.expand(COPIES, n), key=12)
+    assert bytes_of(packed) == bytes_of(replace(codec, dither=False).encode(line.expand(COPIES, n), key=12))
+    head = replace(packed, meta=TensorMeta((1, n), (n, 1), dtype))
+    head = replace(head, buffers=(packed.buffers[0][: _code_bytes(n, bits)], packed.buffers[1][:2]))
+    _, low, step = (a.astype(np.float64) for a in _read(head, n, n, bits))
+    x = line.double().numpy()
+    _assert_uniform(packed.decode().double().numpy() - x, step, _float_bias(x, low, step, bits, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_dithered_blocks_have_uniform_errors(bits: int, dtype: torch.dtype) -> None:
+    image = (torch.randn(1, 1, 5, 6, generator=torch.Generator().manual_seed(11)) + 10).to(dtype)
+    codec = BlockMean(4, 2, bits, dither=True)
+    packed = codec.encode(image.expand(COPIES, 1, 5, 6), key=13)
+    assert bytes_of(packed) == bytes_of(replace(codec, dither=False).encode(image.expand(COPIES, 1, 5, 6), key=13))
+    x, words = image.double().view(30).numpy(), packed.buffers[2].numpy().view(np.uint16)[:2]
+    low, step = (np.full(30, v, np.float64) for v in _bfloat(words))
+    rounding = _float_bias(x, low, step, bits, dtype) + np.abs(x) * 2.0**-22
+    _assert_uniform(packed.decode().double().view(COPIES, 30).numpy() - x, step, rounding)
+
+
+@pytest.mark.parametrize("codec", [GroupQuant(2), BlockMean(4)], ids=_ids)
+def test_dither_needs_the_key_of_the_encoding(codec: GroupQuant | BlockMean) -> None:
+    x = torch.randn(2, 3, 9, 10, generator=torch.Generator().manual_seed(14))
+    plain, packed = codec.encode(x, key=-5), replace(codec, dither=True).encode(x, key=-5)
+    assert (plain.key, packed.key) == (0, -5)
+    assert not torch.equal(packed.decode(), replace(packed, key=-6).decode())
+    assert float((packed.decode() - x).square().mean()) < 0.7 * float((plain.decode() - x).square().mean())
+    assert (str(plain.codec), str(packed.codec)) == (f"{codec.id}(2 bits)", f"{codec.id}(2 bits, dithered)")
+    config = packed.codec.to_config()
+    assert codecs.from_config({k: v for k, v in config.items() if k != "dither"}) == codec
+
+
 @pytest.mark.parametrize("codec", [GroupQuant(2, 16), BlockMean(3, 2, 2)], ids=_ids)
 def test_unbiased_over_keys(codec: GroupQuant | BlockMean) -> None:
     """The same over keys rather than rows: error of the mean over 3000 keys, step from the side words."""
@@ -1377,16 +1449,19 @@ CALLS = {
     "quantize_groups": [(_flat.to(d), 40, 16, 2, 1, p) for d in FLOATS for p in (False, True)]
     + [(_flat, 120, 120, 8, -1, False), (_flat[:0], 0, 16, 2, 1, False), (_flat, 40, 16, 2, 1, False, _levels)],
     "dequantize_groups": [
-        (_codes, _side, 120, 40, 16, 2, d, s, t) for d in FLOATS for s in (None, _mask) for t in (None, _levels)
+        (_codes, _side, 120, 40, 16, 2, d, s, t, k)
+        for d in FLOATS
+        for s in (None, _mask)
+        for t, k in ((None, None), (_levels, None), (None, 1))
     ],
     "quantize_blocks": [
         (_flat.to(d), _geometry, 4, 60, 16, 2, 1, p, t) for d in FLOATS for p in (False, True) for t in (None, _levels)
     ],
     "dequantize_blocks": [
-        (_low, _bcodes, _bside, _geometry, 4, 60, 16, 2, d, s, t)
+        (_low, _bcodes, _bside, _geometry, 4, 60, 16, 2, d, s, t, k)
         for d in FLOATS
         for s in (None, _mask)
-        for t in (None, _levels)
+        for t, k in ((None, None), (_levels, None), (None, 1))
     ],
     "quantize_samples": [(_flat.to(d), _bits, 16, 1, p) for d in FLOATS for p in (False, True)],
     "dequantize_samples": [(_scodes, _sside, _bits, 120, 16, d, s) for d in FLOATS for s in (None, _mask)],

@@ -114,6 +114,8 @@ def check_groups(x: Tensor, row: int, group: int, bits: int, positive: bool, lev
     for dtype in {x.dtype, torch.float32}:
         shape = (codes, side, x.numel(), row, group, bits, dtype, support, levels)
         assert_same(ops.dequantize_groups(*shape), reference.dequantize_groups(*shape), about)
+        if levels is None:
+            assert_same(ops.dequantize_groups(*shape, key), reference.dequantize_groups(*shape, key), (about, "dither"))
 
 
 @pytest.mark.parametrize("positive", [False, True])
@@ -346,6 +348,8 @@ def check_blocks(
         assert_same(mask, support, about)
         shape = (*truth, geometry, block, row, group, bits, x.dtype, support, levels)
         assert_same(ops.dequantize_blocks(*shape), reference.dequantize_blocks(*shape), about)
+        if levels is None:
+            assert_same(ops.dequantize_blocks(*shape, 77), reference.dequantize_blocks(*shape, 77), (about, "dither"))
 
 
 WINDOWS = [
@@ -568,11 +572,15 @@ def all_operators(x: Tensor, row: int, group: int, bits: int, geometry: tuple[in
         packed = ops.quantize_groups(x, row, group, bits, key, True, own, mask)
         found += [packed, mask.clone(), ops.quantize_groups(x, row, group, bits, key, False, own)]
         found.append(ops.dequantize_groups(*packed, numel, row, group, bits, dtype, mask, own))
+        if own is None:
+            found.append(ops.dequantize_groups(*packed, numel, row, group, bits, dtype, mask, None, key))
         for block in (2, 3, 8):
             parts = ops.quantize_blocks(x, geometry, block, row, group, bits, key, True, own, mask)
             found += [parts, mask.clone()]
             shape = (geometry, block, row, group, bits, dtype, mask, own)
             found.append(ops.dequantize_blocks(*parts, *shape))
+            if own is None:
+                found.append(ops.dequantize_blocks(*parts, *shape, key))
     for block in (2, 3, 8):
         for kind in (dtype, torch.float32):
             low = ops.block_means(x, geometry, block, kind)
@@ -771,6 +779,8 @@ def test_wrong_sizes_raise_instead_of_reading_beyond() -> None:
             ops.quantize_groups(x, 1000, 256, 2, 0, False, levels)
         with pytest.raises(RuntimeError, match="levels must be 4 float32 values"):
             ops.dequantize_groups(codes, side, 1000, 1000, 256, 2, torch.float32, None, levels)
+    with pytest.raises(RuntimeError, match="a key subtracts dither from even levels"):
+        ops.dequantize_groups(codes, side, 1000, 1000, 256, 2, torch.float32, None, torch.arange(4.0), 0)
 
 
 def test_float64_is_served_by_the_reference() -> None:

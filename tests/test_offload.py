@@ -26,6 +26,7 @@ CODECS = [
     Raw(),
     GroupQuant(2),
     GroupQuant(3, 50),
+    GroupQuant(2, dither=True),
     SampleQuant((2, 5, 8, 1)),
     BlockMean(4),
     BlockMean(4, faithful=True),

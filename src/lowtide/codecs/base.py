@@ -134,6 +134,8 @@ class Packed:
     codec: Codec
     meta: TensorMeta
     buffers: tuple[Tensor, ...]
+    key: int = 0
+    """The key of the encoding, where decoding needs its random numbers again."""
 
     @property
     def nbytes(self) -> int:

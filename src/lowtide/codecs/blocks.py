@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..kernels import ops
 from .base import Codec, Packed, TensorMeta, form_of, layout_of, require, require_float, require_positive, with_stride
-from .groups import BITS, quantized_nbytes, require_levels, room_for_bits, row_of, steps_of
+from .groups import BITS, quantized_nbytes, require_dither, require_levels, room_for_bits, row_of, steps_of
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class BlockMean(Codec):
 
     This is DIVISION (Wang et al. 2023): it keeps low frequencies precisely and high frequencies coarsely. ``dims`` is
     the number of spatial dimensions, 1 to 3, which are the last ones. A block at the edge averages the values that it
-    has. The difference is taken to the *rounded* means, so their rounding costs no bias. ``levels`` are those of
-    :class:`GroupQuant`.
+    has. The difference is taken to the *rounded* means, so their rounding costs no bias. ``levels`` and
+    ``dither`` are those of :class:`GroupQuant`.
 
     ``bits=0`` keeps the means alone, in the tensor's own type. That is pooled backprop, whose error is a **bias**: the
     high frequencies are lost.
@@ -42,6 +42,7 @@ class BlockMean(Codec):
     group: int = 256
     faithful: bool = False
     levels: tuple[float, ...] | None = None
+    dither: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self.block, "block")
@@ -50,13 +51,19 @@ class BlockMean(Codec):
         require_positive(self.group, "group")
         require(self.faithful, (False, True), "faithful")
         require_levels(self.levels, self.bits)
+        require_dither(self.dither, self.levels)
         if self.faithful and self.bits == 0:
             raise ValueError("faithful=True needs bits of at least 1; got bits=0")
+        if self.dither and (self.faithful or self.bits == 0):
+            raise ValueError(
+                f"dither=True goes with bits of at least 1 and faithful=False; got bits={self.bits}, "
+                f"faithful={self.faithful}. Leave dither out, because there is nothing to subtract"
+            )
 
     def __str__(self) -> str:
         if self.bits == 0:
             return f"{self.id}(means only)"
-        return f"{self.id}({self.bits} bits{', levels' if self.levels else ''})"
+        return f"{self.id}({self.bits} bits{', levels' if self.levels else ''}{', dithered' if self.dither else ''})"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Average, then quantize. With ``support`` the range of a group covers positive values' differences only."""
@@ -94,7 +101,7 @@ class BlockMean(Codec):
         buffers = ops.quantize_blocks(
             flat, geometry, self.block, row, self.group, self.bits, key, positive, levels, support
         )  # fmt: skip
-        return Packed(self, meta, buffers)
+        return Packed(self, meta, buffers, key if self.dither else 0)
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """Means plus differences. With ``support`` zeros come back exactly, but not with ``bits=0`` or ``faithful``."""
@@ -112,6 +119,7 @@ class BlockMean(Codec):
             flat = ops.dequantize_blocks(
                 low, codes, side, geometry, self.block, row, self.group, self.bits, meta.dtype,
                 support if in_order else None, steps_of(self.levels, self.bits, codes.device),
+                packed.key if self.dither else None,
             )  # fmt: skip
             if support is not None and not in_order:
                 values = with_stride(flat.as_strided(meta.shape, stride), meta.stride)

@@ -287,6 +287,12 @@ def _size(n: int, bits: int) -> int:
 
 
 @_inline
+def _base(h: Any, bits: int) -> Any:
+    """What the thresholds of a group have in common: their exponent, and the bits below the byte of each."""
+    return U32(((127 + bits) << 23) | (U32(_mix(U32(h ^ _DITHER)) >> _S16) >> U32(bits + 1)))
+
+
+@_inline
 def _sum(x: Any, low: Any, inverse: Any, word: Any, mask: Any, base: Any) -> Any:
     """The bits of a value in steps above ``low``, plus its threshold: the code leads their mantissa."""
     return _bits(_float((word & mask) | base) + (x - low) * inverse, U32)
@@ -434,8 +440,7 @@ def _fill(
     if levels:
         _warp(values, n, (1 << bits) - 1, levels, low, inverse, warped)
         v, low, inverse = _pointer(warped, types.float32), _ZERO, _ONE
-    dither = U32(_mix(U32(h ^ _DITHER)) >> _S16)
-    base = U32(((127 + bits) << 23) | (dither >> U32(bits + 1)))
+    base = _base(h, bits)
     lane, quarter = (n + 3) >> 2, USUAL // 4
     if bits == 2 and n == USUAL:
         _fill_two(v, p, quarter, low, inverse, h, base)
@@ -646,53 +651,172 @@ def _decode_levels(codes: int, n: int, bits: int, table: int, low: Any, step: An
 
 
 @_inline
-def _decode_two(c: Any, v: Any, lane: int, low: Any, step: Any) -> None:
-    for j in range(lane):
-        byte = U32(c[j])
-        v[j] = low + F32(I32(byte & 3)) * step
-        v[lane + j] = low + F32(I32(byte >> 2 & 3)) * step
-        v[2 * lane + j] = low + F32(I32(byte >> 4 & 3)) * step
-        v[3 * lane + j] = low + F32(I32(byte >> 6)) * step
+def _level(code: Any, low: Any, step: Any) -> Any:
+    return F32(I32(code)) * step + low
+
+
+@_inline
+def _undither(code: Any, word: Any, mask: Any, base: Any, half: Any, low: Any, step: Any) -> Any:
+    """A decoded value less its threshold, which is made as ``_sum`` makes it; ``half`` is ``2**bits + 0.5``."""
+    return ((F32(I32(code)) + half) - _float((word & mask) | base)) * step + low
+
+
+@_inline
+def _codes_of_four(c: Any, j: int, lane: int, bits: int, late: int) -> tuple[Any, Any, Any, Any]:
+    """The codes of the values that share a hash, from planes whose lengths are even parts of four lanes.
+
+    The plane of single bits has half a lane of bytes, so the ``late`` half of a lane has its bits one higher.
+    """
+    x, y, z, w = U32(0), U32(0), U32(0), U32(0)
+    if bits == 8:
+        return U32(c[j]), U32(c[j + lane]), U32(c[j + 2 * lane]), U32(c[j + 3 * lane])
+    if bits & 4:
+        p, q = U32(c[j]), U32(c[j + lane])
+        x, y, z, w = U32(p & 15), U32(q & 15), U32(p >> 4), U32(q >> 4)
+    if bits & 2:
+        p, k = U32(c[j + (2 * lane if bits & 4 else 0)]), U32(bits & 4)
+        x, y = U32(x | (p & 3) << k), U32(y | (p >> 2 & 3) << k)
+        z, w = U32(z | (p >> 4 & 3) << k), U32(w | (p >> 6) << k)
+    if bits & 1:
+        before = (2 * lane if bits & 4 else 0) + (lane if bits & 2 else 0) - late * (lane >> 1)
+        p, k = U32(U32(c[j + before]) >> U32(late)), U32(bits & 6)
+        x, y = U32(x | (p & 1) << k), U32(y | (p >> 2 & 1) << k)
+        z, w = U32(z | (p >> 4 & 1) << k), U32(w | (p >> 6 & 1) << k)
+    return x, y, z, w
+
+
+def _decoder(bits: int, values_known: int) -> Any:
+    """Decodes groups of as many values as are known now or, if that is 0, of any multiple of four.
+
+    A function for each number of bits: loops that have to ask for it are no vectors, and take long to compile.
+    """
+    place, mask, half = 15 - bits, 0xFF << (15 - bits), 2**bits + 0.5
+
+    @_inline
+    def levels(c: Any, v: Any, lane: int, first: int, last: int, late: int, low: Any, step: Any) -> None:
+        for j in range(first, last):
+            x, y, z, t = _codes_of_four(c, j, lane, bits, late)
+            v[j], v[j + lane] = _level(x, low, step), _level(y, low, step)
+            v[j + 2 * lane], v[j + 3 * lane] = _level(z, low, step), _level(t, low, step)
+
+    @_inline
+    def dithered(
+        c: Any, v: Any, lane: int, first: int, last: int, late: int, low: Any, step: Any, h: Any, base: Any
+    ) -> None:
+        h = U32(h + U32(first) * _GOLDEN)
+        for j in range(first, last):
+            w = _mix(h)
+            x, y, z, t = _codes_of_four(c, j, lane, bits, late)
+            v[j] = _undither(x, U32(w << U32(place)), U32(mask), base, F32(half), low, step)
+            v[j + lane] = _undither(y, U32(w >> 8 << U32(place)), U32(mask), base, F32(half), low, step)
+            v[j + 2 * lane] = _undither(z, U32(w >> 16 << U32(place)), U32(mask), base, F32(half), low, step)
+            v[j + 3 * lane] = _undither(t, U32(w >> 24 << U32(place)), U32(mask), base, F32(half), low, step)
+            h = U32(h + _GOLDEN)
+
+    @_plain
+    def decode(codes: int, values: int, n: int, low: Any, step: Any, dither: int, h: Any, base: Any) -> None:
+        c, v, lane = _pointer(codes, types.uint8), _pointer(values, types.float32), (values_known or n) >> 2
+        middle = lane >> 1 if bits & 1 else lane
+        if dither:
+            dithered(c, v, lane, 0, middle, 0, low, step, h, base)
+            dithered(c, v, lane, middle, lane, 1, low, step, h, base)
+        else:
+            levels(c, v, lane, 0, middle, 0, low, step)
+            levels(c, v, lane, middle, lane, 1, low, step)
+
+    return decode
+
+
+_decode_1, _decode_2, _decode_3, _decode_4 = (_decoder(bits, USUAL) for bits in (1, 2, 3, 4))
+_decode_5, _decode_6, _decode_7, _decode_8 = (_decoder(bits, USUAL) for bits in (5, 6, 7, 8))
+_decode_quarters = _decoder(2, 0)
 
 
 @_plain
-def _decode(coding: Coding, values: int, first: int, last: int) -> None:
-    """Groups one after another into float32 values."""
+def _decode_any(
+    codes: int, values: int, n: int, bits: int, low: Any, step: Any, dither: int, h: Any, base: Any
+) -> None:
+    """A group of any length: its codes as integers first, in the place of the values."""
+    v, q = _pointer(values, types.float32), _pointer(values, types.uint32)
+    if bits == 8:
+        c = _pointer(codes, types.uint8)
+        for j in range(n):
+            q[j] = U32(c[j])
+    else:
+        _unpack(codes, n, bits, values)
+    if not dither:
+        for j in range(n):
+            v[j] = _level(q[j], low, step)
+        return
+    place, mask, half = U32(15 - bits), U32(0xFF << (15 - bits)), F32((1 << bits) + 0.5)
+    lane = (n + 3) >> 2
+    full = max(n - 3 * lane, 0)
+    for j in range(full):
+        w = _mix(h)
+        v[j] = _undither(q[j], U32(w << place), mask, base, half, low, step)
+        v[j + lane] = _undither(q[j + lane], U32(w >> 8 << place), mask, base, half, low, step)
+        v[j + 2 * lane] = _undither(q[j + 2 * lane], U32(w >> 16 << place), mask, base, half, low, step)
+        v[j + 3 * lane] = _undither(q[j + 3 * lane], U32(w >> 24 << place), mask, base, half, low, step)
+        h = U32(h + _GOLDEN)
+    for j in range(full, lane):
+        w = _mix(h)
+        for e in range(j, n, lane):
+            v[e] = _undither(q[e], U32(w << place), mask, base, half, low, step)
+            w = U32(w >> 8)
+        h = U32(h + _GOLDEN)
+
+
+@_plain
+def _decode_one(
+    codes: int, values: int, n: int, bits: int, low: Any, step: Any, dither: int, h: Any, base: Any
+) -> None:
+    """A group with even levels."""
+    if n != USUAL:
+        if bits == 2 and n & 3 == 0:
+            _decode_quarters(codes, values, n, low, step, dither, h, base)
+        else:
+            _decode_any(codes, values, n, bits, low, step, dither, h, base)
+    elif bits == 1:
+        _decode_1(codes, values, n, low, step, dither, h, base)
+    elif bits == 2:
+        _decode_2(codes, values, n, low, step, dither, h, base)
+    elif bits == 3:
+        _decode_3(codes, values, n, low, step, dither, h, base)
+    elif bits == 4:
+        _decode_4(codes, values, n, low, step, dither, h, base)
+    elif bits == 5:
+        _decode_5(codes, values, n, low, step, dither, h, base)
+    elif bits == 6:
+        _decode_6(codes, values, n, low, step, dither, h, base)
+    elif bits == 7:
+        _decode_7(codes, values, n, low, step, dither, h, base)
+    else:
+        _decode_8(codes, values, n, low, step, dither, h, base)
+
+
+@_plain
+def _decode(coding: Coding, dither: int, key: tuple[int, int], values: int, first: int, last: int) -> None:
+    """Groups one after another into float32 values; with ``dither`` less the thresholds that ``key`` makes."""
     codes, side, row, group, bits, levels = coding
+    key_low, key_high = key
     full, rest = row // group, row % group
-    size, last_size, mask = _size(group, bits), _size(rest, bits), U32((1 << bits) - 1)
-    planes = bits & (bits - 1) != 0
+    size, last_size = _size(group, bits), _size(rest, bits)
     per_row = full + (1 if rest else 0)
     codes += first // per_row * (full * size + last_size) + first % per_row * size
     column = first % per_row
     for g in range(first, last):
         n, bytes_ = (rest, last_size) if column == full else (group, size)
-        c, words, v = (
-            _pointer(codes, types.uint8),
-            _pointer(side + 4 * g, types.uint16),
-            _pointer(values, types.float32),
-        )
-        base, second = U32(words[0]) << 16, U32(words[1])
-        if second & 0x8000:
-            base |= ((second & 0x7FFF) << 1) | (c[0] & 1)
-            second = U32(0)
-        low, step = _float(base), _float(U32(second << 16))
+        words = _pointer(side + 4 * g, types.uint16)
+        lower, upper = U32(words[0]) << 16, U32(words[1])
+        if upper & 0x8000:
+            lower |= ((upper & 0x7FFF) << 1) | (_pointer(codes, types.uint8)[0] & 1)
+            upper = U32(0)
+        low, step = _float(lower), _float(U32(upper << 16))
         if levels:
             _decode_levels(codes, n, bits, levels, low, step, values)
-        elif planes:
-            _unpack(codes, n, bits, values)
-            q = _pointer(values, types.int32)
-            for j in range(n):
-                v[j] = low + F32(q[j]) * step
-        elif bits == 2 and n == USUAL:
-            _decode_two(c, v, USUAL // 4, low, step)
-        elif bits == 2 and n & 3 == 0:
-            _decode_two(c, v, bytes_, low, step)
         else:
-            for k in range(8 // bits):
-                shift = U32(k * bits)
-                for j in range(min(bytes_, n - k * bytes_)):
-                    v[k * bytes_ + j] = low + F32(I32(U32(c[j]) >> shift & mask)) * step
+            h = _mix(U32(_mix(U32(g + key_low)) ^ U32(key_high)))
+            _decode_one(codes, values, n, bits, low, step, dither, h, _base(h, bits))
         values, codes, column = values + 4 * n, codes + bytes_, 0 if column + 1 == per_row else column + 1
 
 
@@ -1173,7 +1297,7 @@ def _kernel_dequantize_groups(parameters: int, scratch: int, first: int, last: i
         start = _start(g, p.row, p.group)
         n = _start(stop, p.row, p.group) - start
         values = p.out + 4 * start if p.kind == FLOAT32 else wide
-        _decode(coding, values, g, stop)
+        _decode(coding, p.dither, (p.key_low, p.key_high), values, g, stop)
         if p.support:
             _copy_run(values, values, n, p.support, start)
         if p.kind != FLOAT32:
@@ -1266,7 +1390,7 @@ def _kernel_dequantize_samples(parameters: int, scratch: int, first: int, last: 
         start = _start(g, row, group)
         count = _start(stop, row, group) - start
         values = p.out + 4 * start if p.kind == FLOAT32 else wide
-        _decode(coding, values, g, stop)
+        _decode(coding, 0, (0, 0), values, g, stop)
         if p.support:
             _copy_run(values, values, count, p.support, start)
         if p.kind != FLOAT32:
@@ -1400,7 +1524,7 @@ def _kernel_dequantize_blocks(parameters: int, scratch: int, first: int, last: i
     while at < last:
         n, count, after = _batch(start, line, end, depth, block, length)
         stop = min(_group_at(start + n - 1, row, group) + 1, p.groups)
-        _decode(coding, fresh, g, stop)
+        _decode(coding, p.dither, (p.key_low, p.key_high), fresh, g, stop)
         decoded = _start(stop, row, group) - _start(g, row, group)
         residual = fresh + 4 * (skip - left)
         g, means = stop, p.low + 2 * at * p.per_slab

@@ -290,6 +290,12 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _dither(key: int | None) -> dict[str, int]:
+    """The fields of a record that say what to subtract."""
+    known = 0 if key is None else key
+    return {"dither": key is not None, "key_low": known & 0xFFFFFFFF, "key_high": (known >> 32) & 0xFFFFFFFF}
+
+
 def _marked(x: Tensor, row: int, group: int, support: Tensor | None) -> int:
     """Where a kernel puts the bits of values above zero, if it can; otherwise they are put there now."""
     if support is None:
@@ -352,6 +358,7 @@ def dequantize_groups(
     dtype: torch.dtype,
     support: Tensor | None,
     levels: Tensor | None = None,
+    key: int | None = None,
 ) -> Tensor:
     """See the reference."""
     kind, sizes, table = KINDS.get(dtype), _sizes(numel, row, group, bits), _table(levels, bits)
@@ -359,10 +366,10 @@ def dequantize_groups(
         kind is None
         or sizes is None
         or not _packed(codes, side, support, numel, sizes)
-        or (levels is not None and table is None)
+        or (levels is not None and (table is None or key is not None))
     ):
         return _fall_back(reference.dequantize_groups, codes)(
-            codes, side, numel, row, group, bits, dtype, support, levels
+            codes, side, numel, row, group, bits, dtype, support, levels, key
         )
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
@@ -376,6 +383,7 @@ def dequantize_groups(
         bits=bits,
         levels=_address(table),
         support=_address(support),
+        **_dither(key),
     )
     _run("dequantize_groups", sizes[0], numel, _bytes(layout.dequantize_groups_scratch, group), record)
     return out
@@ -621,6 +629,7 @@ def dequantize_blocks(
     dtype: torch.dtype,
     support: Tensor | None,
     levels: Tensor | None = None,
+    key: int | None = None,
 ) -> Tensor:
     """See the reference."""
     kind, frame, table = KINDS.get(dtype), _frame(tuple(geometry), block), _table(levels, bits)
@@ -632,10 +641,10 @@ def dequantize_blocks(
         or frame is None
         or not _is(low, torch.bfloat16, frame.means)
         or not _packed(codes, side, support, numel, sizes)
-        or (levels is not None and table is None)
+        or (levels is not None and (table is None or key is not None))
     ):
         return _fall_back(reference.dequantize_blocks, low)(
-            low, codes, side, geometry, block, row, group, bits, dtype, support, levels
+            low, codes, side, geometry, block, row, group, bits, dtype, support, levels, key
         )
     out = torch.empty(numel, dtype=dtype)
     group = min(group, row)
@@ -651,6 +660,7 @@ def dequantize_blocks(
         bits=bits,
         levels=_address(table),
         support=_address(support),
+        **_dither(key),
         low=low.data_ptr(),
         groups=sizes[0],
     )

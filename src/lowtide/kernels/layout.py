@@ -60,6 +60,10 @@ class DequantizeGroups(NamedTuple):
     levels: int
     support: int
     """A bit for each value; values whose bit is 0 become zero."""
+    dither: int
+    """1 if thresholds, made from the key of the encoding, are subtracted."""
+    key_low: int
+    key_high: int
 
 
 class QuantizeSamples(NamedTuple):
@@ -140,6 +144,9 @@ class DequantizeBlocks(NamedTuple):
     bits: int
     levels: int
     support: int
+    dither: int
+    key_low: int
+    key_high: int
     low: int
     groups: int
 

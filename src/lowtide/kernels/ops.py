@@ -44,11 +44,11 @@ SCHEMAS = {
     "quantize_groups": "(Tensor x, int row, int group, int bits, int key, bool positive,"
     " Tensor? levels=None, Tensor(a!)? support=None) -> (Tensor, Tensor)",
     "dequantize_groups": "(Tensor codes, Tensor side, int numel, int row, int group, int bits,"
-    " ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
+    " ScalarType dtype, Tensor? support, Tensor? levels=None, int? key=None) -> Tensor",
     "quantize_blocks": "(Tensor x, int[] geometry, int block, int row, int group, int bits, int key,"
     " bool positive, Tensor? levels=None, Tensor(a!)? support=None) -> (Tensor, Tensor, Tensor)",
     "dequantize_blocks": "(Tensor low, Tensor codes, Tensor side, int[] geometry, int block, int row,"
-    " int group, int bits, ScalarType dtype, Tensor? support, Tensor? levels=None) -> Tensor",
+    " int group, int bits, ScalarType dtype, Tensor? support, Tensor? levels=None, int? key=None) -> Tensor",
     "quantize_samples": "(Tensor x, Tensor bits, int group, int key, bool positive,"
     " Tensor(a!)? support=None) -> (Tensor, Tensor)",
     "dequantize_samples": "(Tensor codes, Tensor side, Tensor bits, int numel, int group, ScalarType dtype,"
@@ -108,6 +108,7 @@ def _fake_dequantize_groups(
     dtype: torch.dtype,
     support: Tensor | None,
     levels: Tensor | None = None,
+    key: int | None = None,
 ) -> Tensor:
     return codes.new_empty(numel, dtype=dtype)
 
@@ -193,6 +194,7 @@ def _fake_dequantize_blocks(
     dtype: torch.dtype,
     support: Tensor | None,
     levels: Tensor | None = None,
+    key: int | None = None,
 ) -> Tensor:
     return low.new_empty(_numel(geometry), dtype=dtype)
 

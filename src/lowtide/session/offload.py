@@ -21,7 +21,7 @@ _PLACES = {"host": "in host memory", "file": "in a file"}
 _ALIGNED = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(Packed):
     """Packed bytes that left the device; ``nbytes`` are those of the new home."""
 
@@ -49,15 +49,19 @@ def fetch(packed: Packed) -> Packed:
     """The same bytes on the device that decodes them, without a copy if they are there."""
     if not isinstance(packed, Moved):
         return packed
-    return Packed(packed.codec, packed.meta, tuple(b.to(packed.device) for b in packed.buffers))
+    return Packed(packed.codec, packed.meta, tuple(b.to(packed.device) for b in packed.buffers), packed.key)
 
 
 def to_host(packed: Packed) -> Packed:
     """Buffers of an accelerator in host memory, pinned where that is possible; those of a CPU are there already."""
-    device = packed.buffers[0].device
-    if device.type == "cpu":
+    if packed.buffers[0].device.type == "cpu":
         return packed
-    return Moved(packed.codec, packed.meta, tuple(_on_host(b) for b in packed.buffers), device, "host")
+    return _moved(packed, [_on_host(b) for b in packed.buffers], "host")
+
+
+def _moved(packed: Packed, buffers: list[Tensor], home: str) -> Moved:
+    device = packed.buffers[0].device
+    return Moved(packed.codec, packed.meta, tuple(buffers), packed.key, device=device, home=home)
 
 
 def _on_host(buffer: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ def to_file(packed: Packed, folder: str | os.PathLike[str] | None = None) -> Pac
     for start, buffer in zip(starts, packed.buffers, strict=True):
         own = mapped[start : start + buffer.numel() * buffer.element_size()]
         buffers.append(own.view(buffer.dtype).view(buffer.shape).copy_(buffer))
-    return Moved(packed.codec, packed.meta, tuple(buffers), packed.buffers[0].device, "file")
+    return _moved(packed, buffers, "file")
 
 
 def _mapped(size: int, folder: Path) -> Tensor:

@@ -1525,3 +1525,25 @@ def test_reference_returns_fresh_memory(name: str) -> None:
         taken = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor) and a.numel()}
         for out in _tuple(getattr(reference, name)(*args)):
             assert not out.numel() or out.untyped_storage().data_ptr() not in taken
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize(
+    "family", [GroupQuant(group=64, layout="sample", dither=True), GroupQuant(dither=True), BlockMean(4, dither=True)]
+)
+def test_the_energy_tells_the_error_of_every_number_of_bits(family, bits, positive, memory):
+    torch.manual_seed(0)
+    x = torch.randn(4, 16, 13, 16) * torch.rand(1, 16, 1, 1)
+    x = (x.relu() if positive else x).contiguous(memory_format=memory)
+    codec = replace(family, bits=bits)
+    predicted = codec.energy(x, positive) / (12 * (2**bits - 1) ** 2)
+    found = 0.0
+    for key in range(4):
+        packed, support = codec.encode_rectified(x, key=key) if positive else (codec.encode(x, key=key), None)
+        found += float((packed.decode(support) - x).square().sum(dtype=torch.float64)) / 4
+    counted = int((x > 0).sum()) if positive else x.numel()
+    # A uniform error's square spreads by sqrt(0.8) of its mean, groups' ranges differ by a factor of a few, and a step
+    # is rounded up by at most a part in 128.
+    assert found / predicted == pytest.approx(1.008, abs=0.008 + 5 * 2 * math.sqrt(0.8 / 4 / counted))

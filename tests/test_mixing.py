@@ -284,7 +284,7 @@ def test_sensitivity_times_error_is_what_rounding_does_to_the_weight_gradient(ki
     handle.remove()
     tuner = handle._session.policy.tuner
     (seen,) = tuner._seen.values()
-    codec = GroupQuant(2, 256, "row" if kind == "linear" else "channel", dither=True)
+    codec = GroupQuant(2, 256, "row" if kind == "linear" else "sample", dither=True)
     error = next(o.error for o in seen.options if o.codec == codec)
     felt = tuner._felt[seen.sites[0]]
     assert felt.weight == pytest.approx(float(exact.square().sum()), rel=0.12)  # the noise taken off again
@@ -424,7 +424,9 @@ def test_a_quiet_layer_is_not_drowned():
 
 def test_attention_takes_part_in_the_average():
     torch.manual_seed(0)
-    blocks = [nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation="gelu", batch_first=True) for _ in range(2)]
+    blocks = [
+        nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation="gelu", batch_first=True) for _ in range(2)
+    ]
     model, x = nn.Sequential(nn.Linear(64, 64), *blocks), torch.randn(32, 64, 64)
     handle = lowtide.attach(model, "auto", bits=3)
     for _ in range(2):

@@ -807,7 +807,9 @@ def _random_items(rng, items):
     nbytes = [sorted(rng.sample(range(5, 60), 3)) for _ in range(items)]
     weight = [10 ** rng.uniform(-2, 2) for _ in range(items)]
     sources = [
-        [(j, rng.uniform(0.1, 2)) for j in rng.sample(range(i), min(i, rng.randint(1, 2)))] if rng.random() < 0.5 else []
+        [(j, rng.uniform(0.1, 2)) for j in rng.sample(range(i), min(i, rng.randint(1, 2)))]
+        if rng.random() < 0.5
+        else []
         for i in range(items)
     ]
     return weight, error, nbytes, sources

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..kernels import ops
 from .base import Codec, Packed, TensorMeta, form_of, layout_of, require, require_float, require_positive, with_stride
-from .groups import BITS, quantized_nbytes, require_dither, require_levels, room_for_bits, row_of, steps_of
+from .groups import BITS, energy_of, quantized_nbytes, require_dither, require_levels, room_for_bits, row_of, steps_of
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,15 @@ class BlockMean(Codec):
         layout = layout_of(shape, _block_frame(shape, stride, self.dims)[0])
         sizes = [shape[d] // self.block if d >= spatial else shape[d] for d in layout.order]
         return packed.buffers[0].view(sizes).permute([layout.order.index(d) for d in range(len(shape))])
+
+    def energy(self, tensor: Tensor, positive: bool) -> float:
+        """That of :meth:`GroupQuant.energy`, of the differences to the means."""
+        means = BlockMean(self.block, self.dims, 0)
+        stride, _, row = _block_frame(tuple(tensor.shape), tensor.stride(), self.dims)
+        source = tensor if stride == tensor.stride() else tensor.contiguous()
+        difference = source.to(torch.float32) - means.encode(source.to(torch.float32), key=0).decode()
+        flat, values = (t.as_strided((t.numel(),), (1,)) for t in (difference, source))
+        return energy_of(flat, row, self.group, values > 0 if positive else None)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """The means, the codes, and four bytes for each group."""

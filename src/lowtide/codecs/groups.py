@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..kernels import ops
 from .base import Codec, Layout, Packed, TensorMeta, flatten, layout_of, require, require_float, require_positive
@@ -115,10 +116,33 @@ class GroupQuant(Codec):
         )  # fmt: skip
         return flat.as_strided(meta.shape, meta.stride)
 
+    def energy(self, tensor: Tensor, positive: bool) -> float:
+        """The sum over all groups of the square of the range, for each value that is counted.
+
+        Dithered, the squared error of all values together is this over ``12 * (2**bits - 1)**2``, for any bits.
+        With ``positive`` only positive values set ranges and count, as with ``support``.
+        """
+        flat, meta, layout = flatten(tensor)
+        return energy_of(flat, row_of(self.layout, layout, meta.numel), self.group, flat > 0 if positive else None)
+
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """The codes take whole bytes in each group, and each group has four bytes beside them."""
         row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
         return quantized_nbytes(meta.numel, row, self.group, self.bits)
+
+
+def energy_of(flat: Tensor, row: int, group: int, counted: Tensor | None) -> float:
+    """The sum over all groups of ``counted values * range**2``; see :meth:`GroupQuant.energy`."""
+    if flat.numel() == 0:
+        return 0.0
+    rows, short = flat.to(torch.float32).view(-1, row), -row % group
+    inside = torch.ones_like(rows, dtype=torch.bool) if counted is None else counted.view(-1, row)
+    inside = functional.pad(inside, (0, short)).view(-1, group)
+    values = functional.pad(rows, (0, short)).view(-1, group)
+    low = torch.where(inside, values, torch.inf).amin(1)
+    high = torch.where(inside, values, -torch.inf).amax(1)
+    extent = torch.where(high > low, high - low, 0.0)
+    return float((extent.square() * inside.sum(1)).sum(dtype=torch.float64))
 
 
 def room_for_bits(tensor: Tensor) -> Tensor:

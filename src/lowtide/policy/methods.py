@@ -335,7 +335,7 @@ class Auto(Method):
         """Until more is known: groups with the bits that each need takes."""
         if use.need is Need.LOGARITHM:
             return Choice.store(Cast("bfloat16"))
-        layout = "channel" if use.dims else "row"
+        layout = "sample" if use.dims else "row"
         return Choice.store(GroupQuant(_bits(use.need, 2, None), self.group, layout, dither=True))
 
     def tuner(self, model: nn.Module) -> Tuner | None:

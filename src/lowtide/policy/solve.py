@@ -166,7 +166,9 @@ def assign(
     >>> assign([1.0, 1.0], [[9.0, 1.0], [9.0, 1.0]], [[10, 20], [10, 20]], [[], [(0, 1.0)]], 20)
     [1, None]
     """
-    arrays = [(np.asarray(_finite([e])[0]), np.asarray(b, dtype=np.float64)) for e, b in zip(error, nbytes, strict=True)]
+    arrays = [
+        (np.asarray(_finite([e])[0]), np.asarray(b, dtype=np.float64)) for e, b in zip(error, nbytes, strict=True)
+    ]
 
     def price(i: int, load: float, rate: float) -> float:
         errors, sizes = arrays[i]

@@ -44,8 +44,8 @@ from .ledger import SHAPE_ONLY, Entry, Ledger
 from .memory import Memory
 from .noise import forward_noise
 from .packing import Packer
-from .watching import watch
 from .replay import Sketch, gradients
+from .watching import watch
 
 _RECENT = 12
 _SMALL_FACTOR = 1 << 16  # values; a factor that is copied for rebuilding, such as the weight of a norm, has no more

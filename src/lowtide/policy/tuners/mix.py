@@ -62,7 +62,9 @@ class Option(NamedTuple):
     @property
     def choice(self) -> Choice:
         """The option as a choice."""
-        return Choice.keep("its noise would cost more than its bytes") if self.codec is None else Choice.store(self.codec)
+        return (
+            Choice.keep("its noise would cost more than its bytes") if self.codec is None else Choice.store(self.codec)
+        )
 
 
 @dataclasses.dataclass
@@ -182,9 +184,11 @@ class MixTuner(Probed):
 
     def _errors(self, use: Use, piece: Tensor) -> list[tuple[Codec, float]]:
         """Every codec that is worth a look, with the mean square of its error."""
-        group = GroupQuant(2, self.group, "channel" if use.dims else "row", dither=True)
+        group = GroupQuant(2, self.group, "sample" if use.dims else "row", dither=True)
         families: list[GroupQuant | BlockMean] = [group]
-        if not use.dims and use.meta.shape[-1:] < (self.group,):  # short rows would have groups, and ranges, of their own
+        if not use.dims and use.meta.shape[-1:] < (
+            self.group,
+        ):  # short rows would have groups, and ranges, of their own
             families.append(dataclasses.replace(group, layout="flat"))
         if use.dims and max(use.meta.shape[2:]) > 1:
             families.append(BlockMean(8, use.dims, 2, self.group, dither=True))
@@ -259,7 +263,7 @@ class MixTuner(Probed):
         """Plain groups of four bits."""
         if use.need not in _LEAST:
             return None
-        return Choice.store(GroupQuant(_TRIED, self.group, "channel" if use.dims else "row", dither=True))
+        return Choice.store(GroupQuant(_TRIED, self.group, "sample" if use.dims else "row", dither=True))
 
     def measured(self, found: Sequence[tuple[Use, float]]) -> None:
         """Use probes of the whole gradient in place of what backward showed."""

@@ -1471,6 +1471,13 @@ CALLS = {
     "range_energy": [(_flat.to(d), 40, 16, p) for d in FLOATS for p in (False, True)] + [(_flat[:0], 0, 16, False)],
     "block_means": [(_flat.to(d), _geometry, b, d) for d in FLOATS for b in (1, 4, 8)],
     "spread_blocks": [(_low, _geometry, 4, d) for d in FLOATS] + [(_flat, _geometry, 1, torch.float32)],
+    "rebuild_affine": [
+        (_flat.clone().to(d), g, torch.ones(3), torch.ones(3), o, s)
+        for d in FLOATS
+        for g in ((4, 3, 10), (40, 3, 1))
+        for o in (None, _flat.to(d))
+        for s in (None, _mask)
+    ],
     "pack_band": [(_flat.to(d), -0.5, 0.5, True, False) for d in FLOATS] + [(_flat > 0, 0.0, 1.0, False, True)],
     "unpack_band": [(_mask, 120, d, 1.0, 0.0) for d in (*FLOATS, torch.bool)],
     "pack_uints": [(_numbers, 0, b) for b in (2, 4, 8, 16, 32)] + [(_numbers.int()[:7], -1, 4)],
@@ -1491,8 +1498,8 @@ def test_every_operator_is_called() -> None:
     assert set(CALLS) == set(ops.SCHEMAS)
 
 
-def _tuple(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)
+def _tuple(x: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    return () if x is None else x if isinstance(x, tuple) else (x,)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -502,6 +502,67 @@ def test_large_blocks(threads: int, dtype: torch.dtype) -> None:
             check_blocks(x, geometry, 8, x.numel(), group, 2)
 
 
+def check_affine(x: Tensor, geometry: tuple[int, int, int], other: Tensor | None, support: Tensor | None) -> None:
+    scale, shift = sample(geometry[1], torch.float32, 1), sample(geometry[1], torch.float32, 2)
+    found, truth = x.clone(), x.clone()
+    reference.rebuild_affine(truth, geometry, scale, shift, other, support)
+    ops.rebuild_affine(found, geometry, scale, shift, other, support)
+    assert_same(found, truth, (x.dtype, geometry, other is None, support is None))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_affine(dtype: torch.dtype) -> None:
+    for geometry in ((1, 1, 1), (3, 5, 7), (2, 3, 4096), (3, 1, 5000), (700, 13, 1), (3, 5000, 1), (5, 97, 49)):
+        x, other = (sample(math.prod(geometry), dtype, seed) for seed in (3, 4))
+        for added in (None, other):
+            for support in (None, reference.pack_band(other, 0.0, INF, False, True)):
+                check_affine(x, geometry, added, support)
+    x = special(dtype)
+    check_affine(x, (20, 97, 1), x.flip(0), None)
+    check_affine(x, (4, 5, 97), None, reference.pack_band(x, 0.0, INF, False, True))
+
+
+def test_affine_by_hand() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    scale, shift = torch.tensor([10.0, 100.0]), torch.tensor([0.5, 0.25])
+    channels_first, channels_last = x.clone(), x.clone()
+    ops.rebuild_affine(channels_first, (2, 2, 2), scale, shift, None, None)
+    assert channels_first.tolist() == [10.5, 20.5, 300.25, 400.25, 50.5, 60.5, 700.25, 800.25]
+    mask = torch.tensor([0b10110111], dtype=torch.uint8)
+    ops.rebuild_affine(channels_last, (4, 2, 1), scale, shift, torch.arange(8.0), mask)
+    assert channels_last.tolist() == [10.5, 201.25, 32.5, 0.0, 54.5, 605.25, 0.0, 807.25]
+
+
+def test_affine_rounds_each_operation() -> None:
+    """Fused into one rounding the product would keep the bits that cancel here."""
+    x, shift = torch.full((64,), 1 + 2.0**-12), torch.full((1,), -1 - 2.0**-11)
+    ops.rebuild_affine(x, (1, 1, 64), x[:1].clone(), shift, None, None)
+    assert x.tolist() == [0.0] * 64
+
+
+def test_affine_in_threads(threads: int) -> None:
+    for dtype in FLOATS:
+        for geometry in ((3, 7, 30_011), (90_001, 7, 1)):
+            x, other = (sample(math.prod(geometry), dtype, seed) for seed in (3, 4))
+            check_affine(x, geometry, other, reference.pack_band(other, 0.0, INF, False, True))
+
+
+@pytest.mark.parametrize("wrong", ["geometry", "scale", "shift", "other", "support"])
+def test_affine_with_parts_that_do_not_fit(wrong: str) -> None:
+    """They go to the reference, which raises what torch would."""
+    parts = {
+        "geometry": (3, 4, 10),
+        "scale": torch.ones(4),
+        "shift": torch.ones(4),
+        "other": torch.ones(120),
+        "support": torch.ones(15, dtype=torch.uint8),
+    }
+    ops.rebuild_affine(torch.ones(120), *parts.values())
+    parts[wrong] = (3, 4, 11) if wrong == "geometry" else parts[wrong][:-2]
+    with pytest.raises((RuntimeError, IndexError)):
+        ops.rebuild_affine(torch.ones(120), *parts.values())
+
+
 BANDS = [(0.0, INF), (-0.0, 0.0), (-1.0, 1.0), (0.1, 6.0), (-INF, 0.0), (-INF, INF), (INF, INF), (1.0, -1.0)]
 BANDS += [(NAN, 1.0), (-0.3, -0.1), (1e-42, 1.0), (-3e38, 3e38), (-1e39, 1e39)]
 
@@ -595,6 +656,9 @@ def all_operators(x: Tensor, row: int, group: int, bits: int, geometry: tuple[in
     band = ops.pack_band(x, 0.0, 1.0, True, False)
     found += [band, ops.pack_band(x > 0, 0.0, 1.0, True, False)]
     found += [ops.unpack_band(band, numel, kind, 1.0, 0.0) for kind in (dtype, torch.bool, torch.float64)]
+    values = x.clone()
+    ops.rebuild_affine(values, (numel // row, row, 1), torch.ones(row), torch.ones(row), x, mask)
+    found.append(values)
     starts, taps = 3 * torch.arange(row), torch.tensor([0, 1, 2])
     positions = (starts + torch.arange(numel).view(-1, row) % 3).view(-1)
     tapped = ops.pack_taps(positions, starts, 1, taps, 3 * row, 2)
@@ -714,6 +778,7 @@ def test_every_operator_is_compiled() -> None:
         ops.spread_blocks(ops.block_means(x, (1, 1, 4, 4, 1), 2, x.dtype), (1, 1, 4, 4, 1), 2, x.dtype)
         ops.dequantize_samples(*ops.quantize_samples(x, bits, 8, 0, False), bits, 16, 8, torch.float32, None)
         ops.range_energy(x, 16, 8, False)
+        ops.rebuild_affine(x.clone(), (2, 2, 4), x[:2], x[:2], None, None)
         ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)
         ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), 16, torch.float32, 1.0, 0.0)
         ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)

@@ -87,7 +87,7 @@ def _batch_norm(node: Any) -> Affine | None:
     bias = bias_of(node)
     if bias is None:
         return None
-    scale = scale.clone() if weight is None else scale * weight
+    scale = _wide(scale) if weight is None else _wide(scale) * weight
     return Affine(scale, bias.detach() - mean * scale)
 
 

@@ -1598,6 +1598,49 @@ def _kernel_spread_blocks(parameters: int, scratch: int, first: int, last: int) 
 
 
 @_plain
+def _scale_shift(x: int, n: int, begin: int, channels: int, inner: int, scale: int, shift: int) -> None:
+    """``n`` values of channels in turn, of which the first is value ``begin`` of its tensor."""
+    v, a, b = _pointer(x, types.float32), _pointer(scale, types.float32), _pointer(shift, types.float32)
+    channel, within, e = begin // inner % channels, begin % inner, 0
+    while e < n:
+        if inner == 1:
+            run = min(n - e, channels - channel)
+            for k in range(run):
+                v[e + k] = v[e + k] * a[channel + k] + b[channel + k]
+            channel += run
+        else:
+            run, factor, addend = min(n - e, inner - within), a[channel], b[channel]
+            for k in range(run):
+                v[e + k] = v[e + k] * factor + addend
+            channel, within = channel + 1, 0
+        e += run
+        channel = 0 if channel == channels else channel
+
+
+@_kernel
+def _kernel_rebuild_affine(parameters: int, scratch: int, first: int, last: int) -> None:
+    p, room = _read(parameters, layout.RebuildAffine), layout.affine_scratch()
+    for tile in range(first, last):
+        begin = TILE * tile
+        n = min(TILE, p.numel - begin)
+        values, other = p.x + 4 * begin, p.other + 4 * begin
+        if p.kind != FLOAT32:
+            values, other = scratch + room.wide, scratch + room.other
+            _widen_run(p.x + 2 * begin, values, n, p.kind)
+            if p.other:
+                _widen_run(p.other + 2 * begin, other, n, p.kind)
+        _scale_shift(values, n, begin, p.channels, p.inner, p.scale, p.shift)
+        if p.other:
+            v, o = _pointer(values, types.float32), _pointer(other, types.float32)
+            for e in range(n):
+                v[e] += o[e]
+        if p.support:
+            _copy_run(values, values, n, p.support, begin)
+        if p.kind != FLOAT32:
+            _narrow_run(values, p.x + 2 * begin, n, p.kind)
+
+
+@_plain
 def _pack_flags(flags: int, n: int, out: int) -> None:
     """Bytes of 0 or 1 to bits; reads up to 7 bytes beyond ``n``, which must be 0."""
     f, o = _pointer(flags, types.uint64), _pointer(out, types.uint8)

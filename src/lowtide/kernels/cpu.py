@@ -693,6 +693,36 @@ def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch
     return out
 
 
+def rebuild_affine(
+    x: Tensor, geometry: Sequence[int], scale: Tensor, shift: Tensor, other: Tensor | None, support: Tensor | None
+) -> None:
+    """See the reference."""
+    kind, numel, channels = KINDS.get(x.dtype), x.numel(), geometry[1]
+    if (
+        kind is None
+        or not 0 < numel == math.prod(geometry)
+        or not x.is_contiguous()
+        or not _is(scale, torch.float32, channels)
+        or not _is(shift, torch.float32, channels)
+        or (other is not None and not _is(other, x.dtype, numel))
+        or (support is not None and not _is(support, torch.uint8, -(-numel // 8)))
+    ):
+        _fall_back(reference.rebuild_affine, x)(x, geometry, scale, shift, other, support)
+        return
+    record = layout.RebuildAffine(
+        x=x.data_ptr(),
+        kind=kind,
+        numel=numel,
+        channels=channels,
+        inner=geometry[2],
+        scale=scale.data_ptr(),
+        shift=shift.data_ptr(),
+        other=_address(other),
+        support=_address(support),
+    )
+    _run("rebuild_affine", -(-numel // TILE), numel, _bytes(layout.affine_scratch), record)
+
+
 def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
     """See the reference."""
     kind, numel = BOOL if x.dtype == torch.bool else KINDS.get(x.dtype), x.numel()

@@ -221,6 +221,22 @@ class UncastGroups(NamedTuple):
     shared: int
 
 
+class RebuildAffine(NamedTuple):
+    """An item is a tile."""
+
+    x: int
+    kind: int
+    numel: int
+    channels: int
+    inner: int
+    """Values of a channel that lie together."""
+    scale: int
+    shift: int
+    other: int
+    """What is added, of the same kind."""
+    support: int
+
+
 class PackBand(NamedTuple):
     """An item is a tile."""
 
@@ -531,6 +547,20 @@ def spread_scratch(slabs: Slabs) -> SpreadScratch:
     size = 4 * slabs.block * slabs.rows * slabs.width * slabs.inner
     nothing = 4 * slabs.per_slab
     return SpreadScratch(0, nothing, nothing + size, nothing + 2 * size)
+
+
+class AffineScratch(NamedTuple):
+    """For one tile, float32."""
+
+    wide: int
+    other: int
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def affine_scratch() -> AffineScratch:
+    """Of ``rebuild_affine``."""
+    return AffineScratch(0, 4 * TILE, 8 * TILE)
 
 
 class BandScratch(NamedTuple):

@@ -32,6 +32,7 @@ __all__ = [
     "quantize_groups",
     "quantize_samples",
     "range_energy",
+    "rebuild_affine",
     "row_bytes",
     "spread_blocks",
     "uncast_groups",
@@ -58,6 +59,8 @@ SCHEMAS = {
     "uncast_groups": "(Tensor values, Tensor scale, int row, int group, ScalarType dtype) -> Tensor",
     "block_means": "(Tensor x, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "spread_blocks": "(Tensor low, int[] geometry, int block, ScalarType dtype) -> Tensor",
+    "rebuild_affine": "(Tensor(a!) x, int[] geometry, Tensor scale, Tensor shift, Tensor? other,"
+    " Tensor? support) -> ()",
     "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
     "unpack_band": "(Tensor mask, int numel, ScalarType dtype, float inside, float outside) -> Tensor",
     "pack_uints": "(Tensor x, int offset, int bits) -> Tensor",
@@ -210,6 +213,13 @@ def _fake_spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype:
 
 
 @_fake
+def _fake_rebuild_affine(
+    x: Tensor, geometry: Sequence[int], scale: Tensor, shift: Tensor, other: Tensor | None, support: Tensor | None
+) -> None:
+    return
+
+
+@_fake
 def _fake_pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
     return x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
 
@@ -251,6 +261,7 @@ cast_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.cast_groups.defau
 uncast_groups: Callable[[Tensor, Tensor, int, int, torch.dtype], Tensor] = _namespace.uncast_groups.default
 block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.block_means.default
 spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.spread_blocks.default
+rebuild_affine: Callable[..., None] = _namespace.rebuild_affine.default
 pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default
 unpack_band: Callable[[Tensor, int, torch.dtype, float, float], Tensor] = _namespace.unpack_band.default
 pack_uints: Callable[[Tensor, int, int], Tensor] = _namespace.pack_uints.default

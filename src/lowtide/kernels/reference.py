@@ -634,6 +634,34 @@ def dequantize_blocks(
     return _restore_zeros(out, support)
 
 
+# ---------------------------------------------------------------- rebuilding
+
+
+def rebuild_affine(
+    x: Tensor,
+    geometry: Sequence[int],
+    scale: Tensor,
+    shift: Tensor,
+    other: Tensor | None,
+    support: Tensor | None,
+) -> None:
+    """``x * scale + shift`` in the place of ``x``, plus ``other``; zero where the bit in ``support`` is 0.
+
+    ``x`` is flat, and so is ``other``; ``geometry`` is (outer, channels, inner), and each channel has a scale and a
+    shift. Every operation is rounded to float32 by itself, in this order. A 16-bit type is widened before the first and
+    gets the nearest of its values after the last.
+    """
+    _, channels, inner = x.view(*geometry).shape
+    for i in range(0, x.numel(), _CHUNK):
+        piece = x[i : i + _CHUNK]
+        channel = torch.arange(i, i + piece.numel(), device=x.device) // inner % channels
+        wide = piece.to(torch.float32) * scale[channel] + shift[channel]
+        if other is not None:
+            wide = wide + other.view_as(x)[i : i + _CHUNK].to(torch.float32)
+        piece.copy_(_fit_dtype(wide, x.dtype))
+    _restore_zeros(x, support)
+
+
 # ---------------------------------------------------------------- masks and small integers
 
 

@@ -317,8 +317,8 @@ class Gact(Method):
 class Auto(Method):
     """The codec that each tensor deserves under ``bits`` on average; nothing where it can be rebuilt from others.
 
-    What counts is the noise in each parameter's gradient, beside that gradient. The first step measures it, and steps 3,
-    9, 27 and so on, at most a thousand apart, measure again. All values that may be approximated share the average,
+    What counts is the noise in each parameter's gradient, beside that gradient. The first step measures it; steps 3, 9,
+    27 and so on, at most a thousand apart, measure again. All values that may be approximated share the average,
     those that are rebuilt included. ``adapt(closure)`` replaces the measurement by probes of the whole gradient.
     """
 

@@ -191,25 +191,43 @@ class Rebuilt:
     def decode(self, support: Tensor | None) -> Tensor:
         """The values, made again; ``support`` tells where a rectified tensor is above zero."""
         origin, (shape, stride, dtype) = self.origin, self.meta
+        assert support is not None or not origin.rectified
+        mask = support if origin.rectified else None
+        values: Tensor | None = None
         # What takes most decoding comes first: then no more than two tensors are there at once, however long a chain.
-        first, *others = sorted(origin.terms, key=lambda term: len(read_for([term])), reverse=True)
-        values = _made(first, read_only=bool(others))
-        for term in others:
-            other, values = values, _made(term)
-            values = values.to(torch.promote_types(values.dtype, other.dtype)).add_(other)
+        terms = sorted(origin.terms, key=lambda t: (-len(read_for([t])), isinstance(t.make, Affine)))
+        for term in terms:
+            last = term is terms[-1]
+            if isinstance(term.make, Affine):
+                values = _scaled(term.make, _values(term.sources[0]), values, mask if last else None)
+            else:
+                values = _made(term, values, read_only=not last)
+        assert values is not None
         flat = values.to(dtype).as_strided((self.meta.numel,), (1,))
-        if origin.rectified:
-            assert support is not None
+        if mask is not None and not isinstance(terms[-1].make, Affine):
             for i, piece in enumerate(pieces(flat)):
-                bits = support[i * PIECE // 8 : (i + 1) * PIECE // 8]
+                bits = mask[i * PIECE // 8 : (i + 1) * PIECE // 8]
                 piece.masked_fill_(ops.unpack_band(bits, piece.numel(), torch.bool, 1.0, 0.0).logical_not_(), 0.0)
         return flat.as_strided(shape, stride)
 
 
-def _made(term: Term, read_only: bool = False) -> Tensor:
-    """A term of a sum, in memory of its own unless it is ``read_only``."""
+def _scaled(affine: Affine, x: Tensor, other: Tensor | None, support: Tensor | None) -> Tensor:
+    """``scale * x + shift`` plus ``other``, in the memory of ``x``, and zero where ``support`` says so: in one pass."""
+    if other is not None:
+        dtype = torch.promote_types(x.dtype, other.dtype)
+        x, other = x.to(dtype), other.to(dtype).as_strided((x.numel(),), (1,))
+    layout = layout_of(x.shape, x.stride())
+    place = layout.order.index(1)
+    geometry = (math.prod(layout.sizes[:place]), x.shape[1], math.prod(layout.sizes[place + 1 :]))
+    ops.rebuild_affine(x.as_strided((x.numel(),), (1,)), geometry, affine.scale, affine.shift, other, support)
+    return x
+
+
+def _made(term: Term, other: Tensor | None, read_only: bool) -> Tensor:
+    """A term plus ``other``; in memory of its own unless it is the first one and ``read_only``."""
     make = term.make
     if make is None:
+<<<<<<< HEAD
         return fresh(term.sources[0], read_only)
     sources = [fresh(s) if isinstance(s, Reference) else s for s in term.sources]
     if not isinstance(make, Affine):
@@ -217,6 +235,15 @@ def _made(term: Term, read_only: bool = False) -> Tensor:
     x = sources[0].to(torch.float32)  # as the op itself computes: in 16 bits a large mean would cancel, or overflow
     shape = (1, -1) + (1,) * (x.dim() - 2)
     return torch.addcmul(make.shift.view(shape), x, make.scale.view(shape), out=x)
+=======
+        values = _values(term.sources[0], read_only and other is None)
+    else:
+        assert not isinstance(make, Affine)
+        values = make(*[_values(s) if isinstance(s, Reference) else s for s in term.sources])
+    if other is None:
+        return values
+    return values.to(torch.promote_types(values.dtype, other.dtype)).add_(other)
+>>>>>>> rebuild
 
 
 def fresh(reference: Reference, read_only: bool = False) -> Tensor:

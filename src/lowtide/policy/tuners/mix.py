@@ -194,7 +194,7 @@ class MixTuner(Probed):
             families.append(BlockMean(8, use.dims, 2, self.group, dither=True))
         found: list[tuple[Codec, float]] = []
         for family in families:
-            # Dithered, the error of every value is uniform over a step, so one look at the ranges tells it for all bits.
+            # A dithered value errs uniformly over a step, so one look at the ranges tells the error for all bits.
             energy = family.energy(piece, use.rectified) / max(1, piece.numel())
             for bits in range(1, 9):
                 found.append((dataclasses.replace(family, bits=bits), energy / (12 * (2**bits - 1) ** 2)))

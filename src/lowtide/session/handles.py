@@ -199,7 +199,7 @@ class Rebuilt:
         for term in terms:
             last = term is terms[-1]
             if isinstance(term.make, Affine):
-                values = _scaled(term.make, _values(term.sources[0]), values, mask if last else None)
+                values = _scaled(term.make, fresh(term.sources[0]), values, mask if last else None)
             else:
                 values = _made(term, values, read_only=not last)
         assert values is not None
@@ -227,23 +227,13 @@ def _made(term: Term, other: Tensor | None, read_only: bool) -> Tensor:
     """A term plus ``other``; in memory of its own unless it is the first one and ``read_only``."""
     make = term.make
     if make is None:
-<<<<<<< HEAD
-        return fresh(term.sources[0], read_only)
-    sources = [fresh(s) if isinstance(s, Reference) else s for s in term.sources]
-    if not isinstance(make, Affine):
-        return make(*sources)
-    x = sources[0].to(torch.float32)  # as the op itself computes: in 16 bits a large mean would cancel, or overflow
-    shape = (1, -1) + (1,) * (x.dim() - 2)
-    return torch.addcmul(make.shift.view(shape), x, make.scale.view(shape), out=x)
-=======
-        values = _values(term.sources[0], read_only and other is None)
+        values = fresh(term.sources[0], read_only and other is None)
     else:
         assert not isinstance(make, Affine)
-        values = make(*[_values(s) if isinstance(s, Reference) else s for s in term.sources])
+        values = make(*[fresh(s) if isinstance(s, Reference) else s for s in term.sources])
     if other is None:
         return values
     return values.to(torch.promote_types(values.dtype, other.dtype)).add_(other)
->>>>>>> rebuild
 
 
 def fresh(reference: Reference, read_only: bool = False) -> Tensor:

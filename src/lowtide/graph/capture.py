@@ -146,7 +146,7 @@ class Slot(NamedTuple):
         """Before the op's backward: give ``attempt`` a function that runs it aside and returns its results."""
 
         def look(gradients: tuple[Tensor | None, ...]) -> None:
-            node = torch._C._current_autograd_node()
+            node: Any = torch._C._current_autograd_node()
 
             def run() -> tuple[Tensor | None, ...]:
                 results = node(*gradients)

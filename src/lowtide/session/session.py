@@ -295,7 +295,7 @@ class Session:
         if self._rebuilds:
             slot.remember(light)
         tuner = self.policy.tuner
-        unpack = self._unpack
+        unpack: Callable[[Reference], Tensor] = self._unpack
         if tuner is not None and consumer.lossless is None:
             unpack = watch(slot, consumer, light, tuner, unpack)
         slot.saved.register_hooks(lambda _: light, unpack)

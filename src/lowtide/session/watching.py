@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class _Probe:
         self._noise = 0.0
         self._found: dict[int, Arrived] = {}
         edges = [i for i, (maker, _) in enumerate(slot.node.next_functions) if maker is not None]
-        self._leaves = {i for i in edges if not slot.watch_maker(i, lambda g, i=i: self._arrive(i, g))}
+        self._leaves = {i for i in edges if not slot.watch_maker(i, partial(self._arrive, i))}
         slot.try_before(self._attempt)
 
     def read(self, reference: Reference) -> Tensor:
@@ -108,7 +108,8 @@ def _square(gradient: Tensor) -> float:
 def _block(device: torch.device) -> Tensor:
     """Uniform noise of mean 0 and variance 1, the same always."""
     generator = torch.Generator().manual_seed(0)
-    return (torch.rand(_PERIOD, generator=generator) - 0.5).mul_(12**0.5).to(device)
+    noise: Tensor = (torch.rand(_PERIOD, generator=generator) - 0.5) * 12**0.5
+    return noise.to(device)
 
 
 def _disturbed(values: Tensor, square: float) -> Tensor:
@@ -116,7 +117,9 @@ def _disturbed(values: Tensor, square: float) -> Tensor:
     block = (_block(values.device) * square**0.5).to(values.dtype)
     numel = values.numel()
     if not layout_of(tuple(values.shape), values.stride()).dense:
-        return values + block.repeat(-(-numel // _PERIOD))[:numel].view(values.shape)
-    for piece in values.as_strided((numel,), (1,)).split(_PERIOD):
+        return values.add_(block.repeat(-(-numel // _PERIOD))[:numel].view(values.shape))
+    flat = values.as_strided((numel,), (1,))
+    for first in range(0, numel, _PERIOD):
+        piece = flat[first : first + _PERIOD]
         piece += block[: piece.numel()]
     return values

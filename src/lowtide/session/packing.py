@@ -12,7 +12,20 @@ from ..graph.rules import Need
 from ..policy.choice import Action, Choice
 from ..policy.policy import Policy
 from ..policy.use import Use
-from .handles import SIGN, Consumer, Encoded, Handle, Rebuilt, cut, described, is_support, need_of, rebuilder, sites_of
+from .handles import (
+    SIGN,
+    Consumer,
+    Encoded,
+    Handle,
+    Rebuilt,
+    cut,
+    described,
+    is_support,
+    need_of,
+    rebuilder,
+    sharing_of,
+    sites_of,
+)
 from .ledger import SHAPE_ONLY
 from .noise import key_of
 from .offload import place_away, send
@@ -98,9 +111,12 @@ class Packer:
                     lossless.append(consumer.lossless)
         if need is Need.LOSSLESS:
             return None, lossless, None
+        use = Use(need, meta, spatial, tuple(sites), (), rectified, sharing=sharing_of(consumers))
         if origin is None or (origin.rectified and not rectified):
-            return Use(need, meta, spatial, tuple(sites), (), rectified), lossless, None
-        return Use(need, meta, spatial, tuple(sites), sites_of(origin), rectified, need_of(origin)), lossless, origin
+            return use, lossless, None
+        source_need, source_bits = need_of(origin)
+        use = use._replace(sources=sites_of(origin), source_need=source_need, source_bits=source_bits)
+        return use, lossless, origin
 
     def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> tuple[Choice, int]:
         """Ask the policy; the choice and its bytes. What cannot be carried out here, or changes nothing, is a keep."""

@@ -102,7 +102,7 @@ def test_probes_give_the_bits_to_the_layer_that_counts():
     assert (*at(after, "quiet"), *at(after, "loud")) == min(cost, key=cost.get) == (2, 8)
 
 
-@pytest.mark.parametrize("bits", [2, 2.5, 3, 4.5])
+@pytest.mark.parametrize("bits", [2.25, 2.5, 3, 4.5])
 def test_realised_bits_are_within_the_average(bits):
     model, batch = Maps(), images()
     handle = lowtide.attach(model, "gact", bits=bits)

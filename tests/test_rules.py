@@ -687,12 +687,3 @@ def test_a_product_with_a_parameter_may_have_two_bits(product: str) -> None:
     codecs = _bits(model, forward)
     slot = "Addmm.mat1" if "addmm" in product else "Mm.self"
     assert "2 bits" in codecs[f"(model): {slot}"], codecs
-
-
-@pytest.mark.parametrize(("norm", "size", "bits"), [("instance", 12, 4), ("instance", 40, 2), ("batch", 12, 2)])
-def test_an_instance_norm_of_small_maps_propagates_its_noise(norm: str, size: int, bits: int) -> None:
-    kinds = {"instance": nn.InstanceNorm2d(8), "batch": nn.BatchNorm2d(8)}
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), kinds[norm])
-    x = torch.randn(4, 3, size, size)
-    codecs = _bits(model, lambda: model(x).sum())
-    assert f"{bits} bits" in codecs["1: NativeBatchNorm.input"], codecs

@@ -63,22 +63,17 @@ class Method(ABC):
         return repr(self).replace(type(self).__name__, self.name, 1)
 
 
-# Bits by need, measured (docs/design.md, "Bits by need"): values whose noise reaches every earlier
-# layer get at least 4 bits, those that pass through an exponential at least 8.
-_FLOOR = {Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 4, Need.EXPONENT: 8}
-
-
-def _bits(need: Need, bits: int, propagating: int | None) -> int:
-    if need is Need.PROPAGATE and propagating is not None:
+def _bits(use: Use, bits: int, propagating: int | None) -> int:
+    if use.need is Need.PROPAGATE and propagating is not None:
         return propagating
-    return max(bits, _FLOOR[need])
+    return max(bits, use.least_bits)
 
 
 def _groups(use: Use, bits: int, group: int, propagating: int | None) -> Codec:
     """Groups of random rounding; log-probabilities as bfloat16, which is finest near zero."""
     if use.need is Need.LOGARITHM:
         return Cast("bfloat16")
-    return GroupQuant(_bits(use.need, bits, propagating), group, "sample" if use.dims else "row")
+    return GroupQuant(_bits(use, bits, propagating), group, "sample" if use.dims else "row")
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ class Division(Method):
     def choose(self, use: Use) -> Choice:
         """Block means where there are maps."""
         if use.dims and max(use.meta.shape[2:]) > 1 and use.need is not Need.LOGARITHM:
-            bits = _bits(use.need, self.bits, self.propagating_bits)
+            bits = _bits(use, self.bits, self.propagating_bits)
             return Choice.store(BlockMean(self.block, use.dims, bits, self.group, self.faithful))
         return Choice.store(_groups(use, self.bits, self.group, self.propagating_bits))
 
@@ -189,7 +184,7 @@ class Blpa(Method):
 
     def choose(self, use: Use) -> Choice:
         """Nothing for what can be rebuilt from values that are precise enough."""
-        if use.derivable and use.need in _FLOOR and self.bits >= _FLOOR[use.need]:
+        if use.derivable and self.bits >= use.least_bits:
             return Choice.rebuild()
         if self.faithful and use.need is Need.BATCH and len(use.meta.shape) >= 2:
             return Choice.store(SixSigma(self.bits))
@@ -336,7 +331,7 @@ class Auto(Method):
         if use.need is Need.LOGARITHM:
             return Choice.store(Cast("bfloat16"))
         layout = "sample" if use.dims else "row"
-        return Choice.store(GroupQuant(_bits(use.need, 2, None), self.group, layout, dither=True))
+        return Choice.store(GroupQuant(_bits(use, 2, None), self.group, layout, dither=True))
 
     def tuner(self, model: nn.Module) -> Tuner | None:
         """A codec for each tensor."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..codecs import Raw
 from ..graph import capture
+from ..graph.capture import Site
 from .choice import Action, Choice
 from .methods import Method, Planned
 from .plan import Plan
@@ -42,6 +43,7 @@ class Policy:
         self.demand: Demand | None = None
         self._twins = method
         self._remembered: dict[Use, Choice] = {}
+        self._sharing: dict[Site, int] = {}  # in the whole batch, where this sees a part of it
 
     @property
     def rebuilds(self) -> bool:
@@ -63,7 +65,9 @@ class Policy:
         """What happens to ``tensor``; ``from_sources`` makes it again from those it can be rebuilt from."""
         if use.meta.numel < self.min_numel:
             return _SMALL
-        if self.derive and use.derivable and use.source_need >= use.need:
+        if self._sharing:
+            use = use._replace(sharing=self._sharing.get(use.sites[0], use.sharing))
+        if self.derive and use.derivable and use.source_need >= use.need and use.source_bits >= use.least_bits:
             choice = Choice.rebuild()
         else:
             choice = self._method_chooses(use)
@@ -88,6 +92,8 @@ class Policy:
         """A policy that decides as this one does now, for a part ``share`` of the samples, and learns apart."""
         other = Policy(self.method, model, int(self.min_numel * share), self.derive)
         other.demand = self.demand
+        if share < 1:
+            other._sharing = {use.sites[0]: use.sharing for use in self._remembered if use.sharing}
         if self.tuner is not None and other.tuner is not None:
             other.tuner.load_state_dict(self.tuner.state_dict())
         return other

@@ -22,7 +22,13 @@ _HALVINGS = 60
 """Of a range of prices over sixty decades: what is left is a part in 1e16."""
 
 
-def allocate(cost: Tensor, weight: Tensor | int, budget: Tensor | int, widths: Sequence[int] = WIDTHS) -> Tensor:
+def allocate(
+    cost: Tensor,
+    weight: Tensor | int,
+    budget: Tensor | int,
+    widths: Sequence[int] = WIDTHS,
+    floors: Sequence[int] | None = None,
+) -> Tensor:
     """Bits ``b`` that minimise ``sum(cost / (2**b - 1)**2)`` under ``sum(weight * b) <= budget``.
 
     ``weight`` is a whole number for each item (or one for all), ``b`` is one of ``widths``. Where all steps weigh the
@@ -35,6 +41,9 @@ def allocate(cost: Tensor, weight: Tensor | int, budget: Tensor | int, widths: S
     known: all zero) give widths that differ by one step at most. A cost that is negative or not finite counts as the
     largest finite one: such an item is treated as delicate but cannot starve the others.
 
+    With ``floors``, a number for each item, item ``i`` gets at least ``floors[i]`` (at most the largest width), also
+    where that takes more than the budget; then nobody gets more than its floor.
+
     Nothing is read back from a device, unless ``weight`` lies on one. A ``budget`` that is a tensor is not
     checked: below the minimum, every item gets the least width.
 
@@ -42,6 +51,8 @@ def allocate(cost: Tensor, weight: Tensor | int, budget: Tensor | int, widths: S
     [3, 3, 2, 2, 2]
     >>> allocate(torch.tensor([1.0, 100.0]), 1, 6).tolist()
     [2, 4]
+    >>> allocate(torch.tensor([1.0, 100.0]), 1, 6, floors=(3, 1)).tolist()
+    [3, 3]
     """
     table = _checked(widths)
     items = cost.numel()
@@ -66,7 +77,9 @@ def allocate(cost: Tensor, weight: Tensor | int, budget: Tensor | int, widths: S
     worth = (gain / steps)[:, None] * (_sound(cost) / weights)
     order = torch.sort(worth.view(-1), descending=True, stable=True).indices
     left = budget.to(device) - least if isinstance(budget, Tensor) else torch.tensor(budget - least, device=device)
-    taken = torch.zeros(size.shape, dtype=torch.bool, device=device)
+    given = torch.zeros(items, device="cpu") if floors is None else torch.tensor(floors, device="cpu")
+    taken = (torch.tensor(table[:-1], device="cpu")[:, None] < given).to(device)
+    left = left - (size * taken).sum()
     for _ in range(rounds):
         open_ = (taken | (size <= left)).cumprod(0).bool() & ~taken
         offered = (size * open_).view(-1)[order]

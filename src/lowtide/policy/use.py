@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..codecs import TensorMeta
 from ..graph.capture import Site
 from ..graph.rules import Need
+
+# Bits by need, measured (docs/design.md, "Bits by need"): values whose noise reaches every earlier layer get at least 4
+# bits, those that pass through an exponential at least 8, and log-probabilities more than codes can give.
+_FLOOR = {Need.LOSSLESS: 1, Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 4, Need.EXPONENT: 8, Need.LOGARITHM: 16}
+
+_TOLERATED = 0.03
+
+
+def statistic_bits(sharing: int) -> int:
+    """The least bits for the input of a norm in which ``sharing`` values have a statistic in common.
+
+    Noise of ``s`` standard deviations in the input adds about ``s / sqrt(sharing)`` of the gradient to what flows on,
+    because backward takes means over these values. Random rounding with ``b`` bits over a range of six standard
+    deviations has ``s = sqrt(6) / (2**b - 1)``. The least ``b`` of 1, 2, 3, 4 and 8 that adds at most 3 % is enough:
+    with 50 norms in a row that is a fifth in all (docs/safety.md).
+
+    >>> [statistic_bits(n) for n in (29, 30, 136, 137, 740, 741, 6666, 6667)]
+    [8, 4, 4, 3, 3, 2, 2, 1]
+    """
+    steps = math.sqrt(6 / sharing) / _TOLERATED
+    return next((bits for bits in (1, 2, 3, 4) if steps <= 2**bits - 1), 8)
+
+
+def least_bits(need: Need, sharing: int) -> int:
+    """What a method gives values of this need at least; ``sharing`` is 0 if no norm reads them."""
+    return max(_FLOOR[need], statistic_bits(sharing) if sharing else 1)
 
 
 class Use(NamedTuple):
@@ -24,6 +51,10 @@ class Use(NamedTuple):
     """The least that any of those sources is kept for. What is rebuilt is no better than its sources."""
     decodes: int = 0
     """How many stored tensors are decoded to rebuild it. Those that a rebuilt source is made from are among them."""
+    source_bits: int = 0
+    """The least bits that any of those sources has."""
+    sharing: int = 0
+    """How many values share a statistic in the norm that reads it, of several norms the least; 0 if none does."""
 
     @property
     def derivable(self) -> bool:
@@ -32,6 +63,11 @@ class Use(NamedTuple):
         Their variances add up, so the noise of four of the same bits is twice that of one, and each is decoded for it.
         """
         return 0 < self.decodes <= 4
+
+    @property
+    def least_bits(self) -> int:
+        """What a method gives these values at least, unless somebody measured that less will do."""
+        return least_bits(self.need, self.sharing)
 
     @property
     def dims(self) -> int:

@@ -22,6 +22,7 @@ from ..graph.capture import Site
 from ..graph.derive import PIECE, Affine, Origin, Term, pieces
 from ..graph.rules import Need
 from ..kernels import ops
+from ..policy.use import least_bits
 from .ledger import SHAPE_ONLY, Entry
 from .offload import fetch
 
@@ -38,6 +39,7 @@ class Consumer(NamedTuple):
     lossless: Codec | None
     view: TensorMeta
     offset: int
+    sharing: int = 0
 
 
 class Encoded:
@@ -388,10 +390,17 @@ def read_for(terms: Iterable[Term]) -> list[Handle]:
     return found
 
 
-def need_of(origin: Origin) -> Need:
-    """The least need for which a source is kept, because what is rebuilt is no better than its sources."""
-    stored = [s.handle for s in origin.sources if isinstance(s, Reference)]
-    return min(max(c.need for c in handle.consumers) for handle in stored)
+def need_of(origin: Origin) -> tuple[Need, int]:
+    """The least need for which a source is kept, and the least bits: what is rebuilt is no better than its sources."""
+    stored = [s.handle.consumers for s in origin.sources if isinstance(s, Reference)]
+    needs = [max(c.need for c in consumers) for consumers in stored]
+    bits = [least_bits(need, sharing_of(consumers)) for need, consumers in zip(needs, stored, strict=True)]
+    return min(needs), min(bits)
+
+
+def sharing_of(consumers: Iterable[Consumer]) -> int:
+    """How many values share a statistic, of several norms among the consumers the least; 0 if there is none."""
+    return min((c.sharing for c in consumers if c.sharing), default=0)
 
 
 def sites_of(origin: Origin) -> tuple[Site, ...]:

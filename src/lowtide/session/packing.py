@@ -24,6 +24,7 @@ from .handles import (
     need_of,
     read_for,
     rebuilder,
+    sharing_of,
     sites_of,
 )
 from .ledger import SHAPE_ONLY
@@ -114,11 +115,13 @@ class Packer:
                     lossless.append(consumer.lossless)
         if need is Need.LOSSLESS:
             return None, lossless, None
+        use = Use(need, meta, spatial, tuple(sites), (), rectified, sharing=sharing_of(consumers))
         decodes = 0 if origin is None else handle.above + len(read_for(origin.terms))
         if origin is None or (origin.rectified and not rectified) or decodes > _DEEPEST:
-            return Use(need, meta, spatial, tuple(sites), (), rectified), lossless, None
-        made = (sites_of(origin), rectified, need_of(origin), decodes)
-        return Use(need, meta, spatial, tuple(sites), *made), lossless, origin
+            return use, lossless, None
+        source_need, source_bits = need_of(origin)
+        use = use._replace(sources=sites_of(origin), source_need=source_need, source_bits=source_bits, decodes=decodes)
+        return use, lossless, origin
 
     def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> tuple[Choice, int]:
         """Ask the policy; the choice and its bytes. What cannot be carried out here, or changes nothing, is a keep."""

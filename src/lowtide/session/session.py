@@ -253,7 +253,8 @@ class Session:
             self._count(slot, identity, why, kept=True)
             return
         meta, offset = TensorMeta.of(tensor), tensor.storage_offset()
-        consumer = Consumer(slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset)
+        sharing = 0 if rule.sharing is None else rule.sharing(slot)
+        consumer = Consumer(slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset, sharing)
         self._store(slot, identity, consumer, rule.why)
 
     def _keep_odd(self, site: Site, tensor: Tensor) -> None:

@@ -23,7 +23,9 @@ class BitTuner(Probed):
 
     Every tensor has the method's own bits until the first probe; so has a tensor that the probe did not meet. What
     passes through an exponential keeps its own bits always (the change is far from quadratic in its noise), and so does
-    what propagates if ``propagating`` gives its bits. The others share what is left of the average.
+    what propagates if ``propagating`` gives its bits. The others share what is left of the average. The input of
+    a batch norm has at least what its statistics demand; if that is more than ``bits``, it has just that and counts in
+    no average, so that nobody else has less for it.
     """
 
     def __init__(self, bits: float, group: int, propagating: int | None = None) -> None:
@@ -40,11 +42,14 @@ class BitTuner(Probed):
     def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
         """The bits the last probe gave."""
         planned = self._plan.choices.get(use.sites[0])
-        return base if planned is None or not isinstance(base.codec, GroupQuant) else planned
+        if planned is None or not isinstance(base.codec, GroupQuant):
+            return base
+        enough = isinstance(planned.codec, GroupQuant) and planned.codec.bits >= _floor(use)
+        return planned if enough else self._groups(use, _floor(use))
 
     def trial(self, use: Use) -> Choice | None:
         """Two bits: little enough to be seen, enough not to be all noise."""
-        if use.need >= Need.LOGARITHM:
+        if use.need >= Need.LOGARITHM or _floor(use) > self.bits:
             return None
         own = 8 if use.need is Need.EXPONENT else self.propagating if use.need is Need.PROPAGATE else None
         if own is not None:
@@ -63,7 +68,8 @@ class BitTuner(Probed):
         with self.timed():
             cost = torch.tensor([change * 9.0 for _, change in found], dtype=torch.float64, device="cpu")
             budget = max(int(self.bits * total) - spent, sum(numels))
-            bits = allocate(cost, torch.tensor(numels, device="cpu"), budget, (1, 2, 4, 8)).tolist()
+            floors = [_floor(use) for use, _ in found]
+            bits = allocate(cost, torch.tensor(numels, device="cpu"), budget, (1, 2, 4, 8), floors).tolist()
             self._plan = Plan({use.sites[0]: self._groups(use, b) for (use, _), b in zip(found, bits, strict=True)})
 
     def _groups(self, use: Use, bits: int) -> Choice:
@@ -77,3 +83,8 @@ class BitTuner(Probed):
         """Go on from ``state``."""
         require_keys(state, {"plan"})
         self._plan = Plan.from_data(state["plan"])
+
+
+def _floor(use: Use) -> int:
+    """What propagates may have less than its floor, because the probe measured what that does."""
+    return use.least_bits if use.need is Need.BATCH else 1

@@ -55,8 +55,9 @@ class SampleTuner(Tuner):
 
     A layer without a known ``S`` gets ``bits`` for each sample, and so does every layer in the first step. The input of
     a batch norm has no weight gradient to measure by: it takes the bits per sample of the linear layer that was
-    stored last before it. A tensor that several layers read has the sum of their costs. Only layers seen since the
-    last competition take part in the next; one that comes back later has the bits it had.
+    stored last before it, and never less than its statistics demand. A tensor that several layers read has the sum of
+    their costs. Only layers seen since the last competition take part in the next; one that comes back later has the
+    bits it had.
 
     Statistics stay on the tensors' device; the bits of a codec are all that is read back. ``bits`` may be
     fractional. ``taps`` weighs layers as :func:`taps` does; without it every layer counts as one tap.
@@ -126,7 +127,8 @@ class SampleTuner(Tuner):
             energy: Tensor = ops.range_energy(flat, row, self.group, use.rectified)
             if use.need is Need.LINEAR:
                 self._last = self._remember(use, energy, row)
-            bits = allocate(energy, 1, self._budget(self._last, energy)).tolist()
+            floors = [use.least_bits] * energy.numel()
+            bits = allocate(energy, 1, self._budget(self._last, energy), floors=floors).tolist()
         if len(set(bits)) == 1:
             return base.with_codec(GroupQuant(bits[0], self.group, "sample"))
         return base.with_codec(SampleQuant(tuple(bits), self.group))

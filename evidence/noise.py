@@ -1,13 +1,16 @@
 """How far each method's gradient is off along an exact training run, beside SGD's own noise.
 
 Explains a table of ``evidence.training``: the exact run of its first seed is repeated, and after some epochs
-``lowtide.check`` compares every arm's gradient of one training batch with the exact one.
+``lowtide.check`` compares every arm's gradient of one training batch with the exact one. The arms that add noise to
+exact gradients take its size from these rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,33 +20,45 @@ import torch
 
 import lowtide
 from benchmarks.run import environment
-from evidence.fidelity import RESULTS
 from evidence.tasks import ARMS, TASKS
-from evidence.training import Job, prepared, train_epoch
+from evidence.training import NOISE, Job, prepared, read, train_epoch
 
 FIELDS = [
-    *("task", "arm", "epoch", "error", "bias", "chance", "cosine", "sgd_noise", "worst", "worst_share", "ratio"),
+    *("task", "arm", "epoch", "parameter", "norm", "error", "bias", "chance", "cosine", "sgd_noise"),
+    *("worst", "worst_share", "ratio"),
     *("date", "commit", "machine", "threads", "python", "torch", "numba", "lowtide"),
 ]
 UNSEEN = 12345
 """Seed of the batch on which gradients are compared."""
+IMITATED = tuple(arm.noise_of for arm in ARMS.values() if arm.noise_of is not None)
+"""Arms whose parameters have rows of their own."""
+
+
+def measurable(name: str) -> list[str]:
+    """The task's arms that ``lowtide.check`` can judge: not those that probe or change along the run."""
+    arms = ((arm, ARMS[arm]) for arm in (*TASKS[name].arms, *TASKS[name].more))
+    return [name for name, arm in arms if arm.method and not arm.adapt and "guard" not in arm.options]
 
 
 def rows_of(name: str, epochs: list[int], arms: list[str]) -> Iterator[dict[str, Any]]:
-    """After each of ``epochs`` one row for each arm."""
+    """After each of ``epochs`` a row for each arm, and one for each parameter of those that are imitated."""
     task, job = TASKS[name], Job(name, "exact", 0)
     problem, parts = prepared(job, task.epochs)
     batch = next(iter(problem.batches(torch.Generator().manual_seed(UNSEEN))))
-    for epoch in range(max(epochs)):
-        train_epoch(problem, parts, job, epoch)
-        for arm in arms if epoch + 1 in epochs else ():
-            method, options, _ = ARMS[arm]
+    for epoch in range(max(epochs) + 1):
+        for arm in arms if epoch in epochs else ():
+            method, options = ARMS[arm].method, ARMS[arm].options
             assert method is not None
             found = lowtide.check(parts["model"], batch, problem.loss, method, seconds=0, **options)
             worst, share = worst_of(found)
-            row = {"task": name, "arm": arm, "epoch": epoch + 1, "ratio": found.report.ratio}
-            row |= {"worst": worst, "worst_share": share}
-            yield row | {key: getattr(found.overall, key) for key in ("error", "bias", "chance", "cosine", "sgd_noise")}
+            row = {"task": name, "arm": arm, "epoch": epoch}
+            whole = {"parameter": "", "worst": worst, "worst_share": share, "ratio": found.report.ratio}
+            yield row | whole | dataclasses.asdict(found.overall)
+            if arm in IMITATED:
+                for parameter, own in found.parameters.items():
+                    yield row | {"parameter": parameter} | dataclasses.asdict(own)
+        if epoch < max(epochs):
+            train_epoch(problem, parts, job, epoch)
 
 
 def worst_of(found: lowtide.CheckResult) -> tuple[str, float]:
@@ -59,20 +74,28 @@ def worst_of(found: lowtide.CheckResult) -> tuple[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", nargs="?", default="cifar", choices=list(TASKS))
-    parser.add_argument("--epochs", type=int, nargs="+", help="after which to measure; default: first, middle, last")
-    parser.add_argument("--out", type=Path, default=RESULTS / "noise.csv")
+    parser.add_argument("--arms", nargs="+", help="whose rows to make anew; default: all that can be measured")
+    parser.add_argument("--epochs", type=int, nargs="+", help="after which to measure; default: all, and before them")
+    parser.add_argument("--out", type=Path, default=NOISE)
     given = parser.parse_args()
     lowtide.tune_cpu_allocator()
-    task, machine = TASKS[given.task], environment()
-    epochs = sorted(given.epochs or {1, (task.epochs + 1) // 2, task.epochs})
-    arms = [arm for arm in (*task.arms, *task.more) if ARMS[arm].method is not None and not ARMS[arm].adapt]
+    machine, known = environment(), measurable(given.task)
+    for arm in itertools.filterfalse(known.__contains__, given.arms or ()):
+        parser.error(f"unknown arm {arm!r}; choose from {', '.join(map(repr, known))}")
+    arms = given.arms or known
+    epochs = sorted(given.epochs or range(TASKS[given.task].epochs + 1))
+    kept = [row for row in read(given.out) if row["task"] != given.task or row["arm"] not in arms]
     with given.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, FIELDS, extrasaction="ignore")
         writer.writeheader()
+        writer.writerows(kept)
         for row in rows_of(given.task, epochs, arms):
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in (row | machine).items()})
             file.flush()
-            print(f"epoch {row['epoch']}, {row['arm']}: error {row['error']:.3f}, bias {row['bias']:.3f}", flush=True)
+            if not row["parameter"]:
+                print(
+                    f"epoch {row['epoch']}, {row['arm']}: error {row['error']:.3f}, bias {row['bias']:.3f}", flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -242,6 +242,13 @@ def test_perturbed_weights_are_off_by_what_is_said():
     assert float(relative.mean()) == pytest.approx(0, abs=5e-3 / 300)
 
 
+def test_a_perturbed_run_is_another_run_of_nearly_the_same_weights(task):
+    (_, exact), (_, off) = (training.prepared(Job("tiny", arm, 0), 1) for arm in ("exact", "exact, perturbed"))
+    for a, b in zip(exact["model"].parameters(), off["model"].parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=0)
+    assert run(Job("tiny", "exact", 0))["loss"] != run(Job("tiny", "exact, perturbed", 0))["loss"]
+
+
 def test_mirrored_images_are_judged_with_their_originals():
     class Left(nn.Module):
         def forward(self, x):
@@ -263,6 +270,7 @@ def test_errors_along_a_run(task):
         *(("division", 0), ("division, 4 bits", 0), ("division", 3), ("division, 4 bits", 3)),
     ]
     assert whole[0]["error"] > whole[1]["error"] > 0
+    assert whole[0]["norm"] == whole[1]["norm"] != whole[2]["norm"]  # trained in between
     # The squared length of the error is the sum of those of all parameters.
     parts = [row for row in rows if row["parameter"] and row["epoch"] == 3]
     assert {row["arm"] for row in parts} == {"division"}

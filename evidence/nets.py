@@ -27,23 +27,18 @@ class Residual(nn.Module):
         return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
 
 
-def resnet14(width: int = 32, classes: int = 10) -> nn.Sequential:
-    """A ResNet for 32x32 images: three stages of two blocks, ``width``, twice and four times as wide."""
-    return _resnet(nn.Conv2d(3, width, 3, 1, 1, bias=False), 2, width, classes)
+def resnet14(
+    width: int = 32, classes: int = 10, *, stem: int | None = None, strides: tuple[int, int, int] = (1, 2, 2)
+) -> nn.Sequential:
+    """A ResNet for 32x32 images: three stages of two blocks, ``width``, twice and four times as wide.
 
-
-def resnet8(width: int = 32, classes: int = 10) -> nn.Sequential:
-    """A small one: its first convolution halves the map, so that stages of one block see 16x16, 8x8 and 4x4."""
-    return _resnet(nn.Conv2d(3, width, 4, 2, 1, bias=False), 1, width, classes)
-
-
-def _resnet(stem: nn.Conv2d, blocks: int, width: int, classes: int) -> nn.Sequential:
-    layers: list[nn.Module] = [stem, nn.BatchNorm2d(width), nn.ReLU()]
-    inputs = width
-    for factor, stride in ((1, 1), (2, 2), (4, 2)):
-        for first in (True, *[False] * (blocks - 1)):
-            layers.append(Residual(inputs, factor * width, stride if first else 1))
-            inputs = factor * width
+    ``stem`` is the width of the first convolution, ``strides`` those at which the stages begin.
+    """
+    inputs = width if stem is None else stem
+    layers: list[nn.Module] = [nn.Conv2d(3, inputs, 3, 1, 1, bias=False), nn.BatchNorm2d(inputs), nn.ReLU()]
+    for factor, stride in zip((1, 2, 4), strides, strict=True):
+        layers += [Residual(inputs, factor * width, stride), Residual(factor * width, factor * width, 1)]
+        inputs = factor * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import lowtide
 from benchmarks.run import environment
-from evidence.tasks import ARMS, TASKS
+from evidence.tasks import ARMS, TASKS, Batch, Problem
 from evidence.training import NOISE, Job, prepared, read, train_epoch
+from lowtide.session.replay import gradients
+from lowtide.verify.check import Difference
 
 FIELDS = [
     *("task", "arm", "epoch", "parameter", "norm", "error", "bias", "chance", "cosine", "sgd_noise"),
@@ -29,7 +33,9 @@ FIELDS = [
     *("date", "commit", "machine", "threads", "python", "torch", "numba", "lowtide"),
 ]
 UNSEEN = 12345
-"""Seed of the batch on which gradients are compared."""
+"""Seed of the batches on which gradients are compared."""
+BATCHES = 8
+"""On so many SGD's own noise is measured; the first of them is the one on which gradients are compared."""
 IMITATED = tuple(arm.noise_of for arm in ARMS.values() if arm.noise_of is not None)
 """Arms whose parameters have rows of their own."""
 
@@ -44,29 +50,45 @@ def rows_of(name: str, epochs: list[int], arms: list[str]) -> Iterator[dict[str,
     """After each of ``epochs`` a row for each arm, and one for each parameter of those that are imitated."""
     task, job = TASKS[name], Job(name, "exact", 0)
     problem, parts = prepared(job, task.epochs)
-    batch = next(iter(problem.batches(torch.Generator().manual_seed(UNSEEN))))
+    batches = list(itertools.islice(problem.batches(torch.Generator().manual_seed(UNSEEN)), BATCHES))
     for epoch in range(max(epochs) + 1):
+        model = parts["model"]
+        sgd = sgd_noise(model, problem, batches) if epoch in epochs else {}
         for arm in arms if epoch in epochs else ():
             method, options = ARMS[arm].method, ARMS[arm].options
             assert method is not None
-            found = lowtide.check(parts["model"], batch, problem.loss, method, seconds=0, **options)
-            worst, share = worst_of(found)
+            found = lowtide.check(model, batches[0], problem.loss, method, seconds=0, **options)
+            worst, share = worst_of(found, sgd)
             row = {"task": name, "arm": arm, "epoch": epoch}
-            whole = {"parameter": "", "worst": worst, "worst_share": share, "ratio": found.report.ratio}
-            yield row | whole | dataclasses.asdict(found.overall)
+            whole = {"worst": worst, "worst_share": share, "ratio": found.report.ratio}
+            yield row | whole | _measures("", found.overall, sgd)
             if arm in IMITATED:
-                for parameter, own in found.parameters.items():
-                    yield row | {"parameter": parameter} | dataclasses.asdict(own)
+                yield from (row | _measures(parameter, own, sgd) for parameter, own in found.parameters.items())
         if epoch < max(epochs):
             train_epoch(problem, parts, job, epoch)
 
 
-def worst_of(found: lowtide.CheckResult) -> tuple[str, float]:
+def _measures(parameter: str, found: Difference, sgd: dict[str, float]) -> dict[str, Any]:
+    noise = sgd[parameter] / found.norm if found.norm else math.inf
+    return dataclasses.asdict(found) | {"parameter": parameter, "sgd_noise": noise}
+
+
+def sgd_noise(model: nn.Module, problem: Problem, batches: list[Batch]) -> dict[str, float]:
+    """The deviation of a batch's exact gradient, as a length, by parameter; under "" that of the whole gradient.
+
+    ``lowtide.check`` has one batch alone and measures it on slices, which batch norms can make useless.
+    """
+    found = [gradients(model, functools.partial(problem.loss, model, batch)) for batch in batches]
+    squares = {name: float(torch.stack([g[name].double() for g in found]).var(0).sum()) for name in found[0]}
+    return {name: math.sqrt(square) for name, square in {"": math.fsum(squares.values()), **squares}.items()}
+
+
+def worst_of(found: lowtide.CheckResult, sgd: dict[str, float]) -> tuple[str, float]:
     """Of the parameters with a tenth of the gradient's length the one whose error is largest beside its SGD noise."""
     shares = {
-        name: d.error / d.sgd_noise
+        name: d.error * d.norm / sgd[name]
         for name, d in found.parameters.items()
-        if d.sgd_noise and d.norm >= 0.1 * found.overall.norm
+        if sgd[name] and d.norm >= 0.1 * found.overall.norm
     }
     return max(shares.items(), key=lambda item: item[1], default=("", math.nan))
 

@@ -270,7 +270,8 @@ noise it is.
 NOISE = """
 **Error of the gradient along the exact run** (`python -m evidence.noise`, `evidence/results/noise.csv`), as a part of
 the gradient of one batch, by `lowtide.check` after some epochs of seed 0. An unbiased error *e* beside SGD's noise *s*
-makes the variance of a step 1 + (*e*/*s*)^2 times as large, as a smaller batch would. In brackets *e*/*s* of the
+makes the variance of a step 1 + (*e*/*s*)^2 times as large, as a smaller batch would; *s* is the spread of the exact
+gradients of eight batches. In brackets *e*/*s* of the
 parameter where it is largest, among those with a tenth of the gradient's length.
 """
 
@@ -290,7 +291,7 @@ def noise_table(rows: list[Row]) -> list[str]:
             cells.append(f"{cell}, biased" if float(row["chance"]) < 0.01 / len(whole) else cell)
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     own = [next(row["sgd_noise"] for row in whole if row["epoch"] == epoch) for epoch in epochs]
-    lines.append(f"| SGD's own noise | {' | '.join(f'{float(n):.2f}' if n else 'unknown' for n in own)} |")
+    lines.append(f"| SGD's own noise | {' | '.join(f'{float(noise):.2f}' for noise in own)} |")
     return lines
 
 

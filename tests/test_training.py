@@ -277,10 +277,26 @@ def test_errors_along_a_run(task):
     assert [row["parameter"] for row in parts] == [name for name, _ in tiny().named_parameters()]
     total = math.hypot(*(row["error"] * row["norm"] for row in parts))
     assert total == pytest.approx(whole[2]["error"] * whole[2]["norm"], rel=1e-6)
+    assert math.hypot(*(row["sgd_noise"] * row["norm"] for row in parts)) == pytest.approx(
+        whole[2]["sgd_noise"] * whole[2]["norm"], rel=1e-6
+    )
     text = [{key: "" if value is None else str(value) for key, value in row.items()} for row in rows]
     lines = summary.noise_table(text)
     assert lines[0] == "| | epoch 0 | epoch 3 |"
     assert lines[2].startswith(f"| division | {whole[0]['error']:.2g}")
+
+
+def test_sgd_noise_is_the_deviation_of_a_gradient_from_batch_to_batch():
+    # The gradient of the mean of w * x is the mean of x: 1, 2 and 6 deviate by the root of (4 + 1 + 9) / 2.
+    model = nn.Linear(1, 1, bias=False)
+    batches = [tasks.Batch(torch.full((4, 1), x), torch.zeros(4)) for x in (1.0, 2.0, 6.0)]
+
+    class Mean:
+        def loss(self, model, batch):
+            return model(batch.x).mean()
+
+    assert noise.sgd_noise(model, Mean(), batches) == pytest.approx({"": 7**0.5, "weight": 7**0.5})
+    assert model.weight.grad is None
 
 
 def test_verdicts_are_about_the_whole_interval():

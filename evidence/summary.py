@@ -217,11 +217,11 @@ def reading(found: Table) -> list[str]:
     for arm in methods:
         imitated = ARMS[arm].noise_of
         if imitated in found.arms:
-            left = found.gap(imitated, (arm,))
+            apart, left = found.gap(arm, controls), found.gap(imitated, (arm,))
             lines.append(
-                f"- Cause: exact gradients with added noise as large as the error of `{imitated}` end "
-                f"{found.gap(arm, controls).mean:+.2f} beside the controls, `{imitated}` itself {left.mean:+.2f} ± "
-                f"{left.half:.2f} beside them."
+                f"- Cause: noise as large as the error of `{imitated}`, added to exact gradients, changes accuracy by "
+                f"{apart.mean:+.2f} ± {apart.half:.2f}. What is left to `{imitated}` itself is {left.mean:+.2f} ± "
+                f"{left.half:.2f}."
             )
     return lines
 
@@ -339,31 +339,51 @@ def page(rows: list[Row], noise: list[Row]) -> str:
 
 def draw(tables: list[Table], path: Path) -> None:
     """Accuracy lost against bytes kept, one panel for each task."""
-    figure, axes = new_figure(len(tables), (4.6 * len(tables), 4.2))
+    figure, axes = new_figure(len(tables), (5.2 * len(tables), 4.4))
     for axis, found in zip(axes, tables, strict=True):
+        placed = {}
         for arm in found.arms:
             apart = found.gap(arm, CONTROLS)
-            if math.isnan(apart.mean):
-                continue
-            colour = COLORS.get(ARMS[arm].method or ARMS[arm].noise_of or "plain", "#5a5a8a")
+            if math.isnan(apart.mean):  # the only control
+                apart = Gap(0.0, math.nan)
+            place = placed[arm] = (found.ratio(arm), apart.mean)
             half = None if math.isnan(apart.half) else apart.half
+            colour = _colour(arm)
             fill = "white" if ARMS[arm].noise_of else colour
-            axis.errorbar(
-                found.ratio(arm), apart.mean, half, fmt="o", color=colour, markerfacecolor=fill, markersize=5, capsize=2
-            )
+            axis.errorbar(*place, half, fmt="o", color=colour, markerfacecolor=fill, markersize=5, capsize=2)
+        # Names stand in a column at the right, in the order of their points, each with a line to its own.
+        for rank, arm in enumerate(sorted(placed, key=lambda arm: placed[arm][1]), start=1):
             axis.annotate(
-                arm, (found.ratio(arm), apart.mean), (5, 3), textcoords="offset points", fontsize=7, color=colour
+                arm,
+                placed[arm],
+                (1.04, rank / (len(placed) + 1)),
+                textcoords="axes fraction",
+                fontsize=8,
+                va="center",
+                color=_colour(arm),
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": _colour(arm),
+                    "linewidth": 0.5,
+                    "alpha": 0.6,
+                    "relpos": (0, 0.5),
+                },
             )
         if NULL in found.arms and EXACT in found.arms:
             half = found.gap(NULL, (EXACT,)).half
             axis.axhspan(-half, half, color="#999999", alpha=0.2, linewidth=0)
         axis.axhline(0, color="#444444", linestyle="--", linewidth=0.8)
-        axis.set_xscale("log")
         axis.set_title(TASKS[found.task].title, fontsize=9.5)
         axis.set_xlabel("times fewer bytes kept for backward")
         axis.set_ylabel("accuracy less that of the controls, points")
         axis.grid(alpha=0.25)
     save(figure, path)
+
+
+def _colour(arm: str) -> str:
+    """Of its method, or of the method whose noise it has."""
+    imitated = ARMS[arm].noise_of
+    return COLORS.get(ARMS[arm if imitated is None else imitated].method or "plain", "#5a5a8a")
 
 
 def main() -> None:

@@ -44,8 +44,8 @@ $(EVIDENCE): $(READY)
 	touch $(EVIDENCE)
 
 evidence: $(EVIDENCE)
-	$(BIN)/python -m evidence.training
 	$(BIN)/python -m evidence.noise
+	$(BIN)/python -m evidence.training
 	$(BIN)/python -m evidence.summary
 
 evidence-fidelity: $(EVIDENCE)

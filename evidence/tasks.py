@@ -1,7 +1,8 @@
 """What is trained: data, network, loss, schedule and the methods compared, for each task.
 
 Everything random but compression comes from the seed: the first weights, the order of samples, their crops, dropout.
-So runs of one seed differ by the method alone.
+Runs of one seed therefore begin alike. They do not stay alike: whatever changes a gradient at all, by compression or
+by rounding, soon makes another run of it, and the null arms show how far such runs end from each other.
 """
 
 from __future__ import annotations
@@ -27,27 +28,49 @@ class Arm(NamedTuple):
 
     method: str | None = None
     options: Mapping[str, Any] = MappingProxyType({})
+    """Of ``lowtide.attach``."""
     adapt: bool = False
     """Probe the gradient after the first step, and before each further epoch."""
+    perturbed: float = 0.0
+    """Every first weight is multiplied by 1 and a normal number of this size."""
+    noise_of: str | None = None
+    """Normal noise is added to exact gradients, as large in each parameter as the error measured for this arm."""
 
+    def label(self) -> str:
+        """The options in words, for tables."""
+        found = [f"{key}={value}" for key, value in self.options.items()] + ["probed"] * self.adapt
+        if self.perturbed:
+            found.append(f"first weights off by {self.perturbed:g}")
+        if self.noise_of is not None:
+            found.append(f"noise as large as the error of {self.noise_of}")
+        return " ".join(found)
+
+
+EXACT, NULL, FINE = "exact", "exact, perturbed", "8 bits"
+CONTROLS = (EXACT, NULL, FINE)
+"""Arms that can lose nothing: what differs between them is chance."""
 
 ARMS = {
-    "exact": Arm(),
+    EXACT: Arm(),
+    NULL: Arm(perturbed=1e-6),
+    FINE: Arm("actnn", {"bits": 8, "level": "L2"}),
+    "auto": Arm("auto"),
+    **{f"auto, {bits} bits": Arm("auto", {"bits": bits}) for bits in (2, 2.3, 3, 4)},
     "division": Arm("division", {"bits": 2}),
-    "actnn": Arm("actnn", {"bits": 2}),
-    "auto": Arm("auto", {"bits": 2.3}),
-    "pool": Arm("pool", {"kernel": 2}),
+    "division, guarded": Arm("division", {"bits": 2, "guard": True}),
     "division, 1 bit": Arm("division", {"bits": 1}),
     "division, 4 bits": Arm("division", {"bits": 4}),
     "division, as published": Arm("division", {"bits": 2, "faithful": True}),
+    "actnn": Arm("actnn", {"bits": 2}),
+    "actnn, guarded": Arm("actnn", {"bits": 2, "guard": True}),
+    "actnn, 2 bits": Arm("actnn", {"bits": 2, "level": "L2"}),
     "blpa": Arm("blpa", {"bits": 4}),
+    "pool": Arm("pool", {"kernel": 2}),
     "tinyscript": Arm("tinyscript", {"bits": 2}),
-    "auto, 2 bits": Arm("auto", {"bits": 2}),
-    "auto, 4 bits": Arm("auto", {"bits": 4}),
     "gact, 2 bits": Arm("gact", {"bits": 2}, adapt=True),
     "gact, 4 bits": Arm("gact", {"bits": 4}, adapt=True),
-    "actnn, 2 bits": Arm("actnn", {"bits": 2, "level": "L2"}),
     "lowrank": Arm("lowrank", {"rank": 0.125, "bits": 2}),
+    **{f"exact + noise of {arm}": Arm(noise_of=arm) for arm in ("division", "auto")},
 }
 
 
@@ -68,10 +91,20 @@ class Problem(Protocol):
 
 
 class Samples:
-    """Independent samples with labels, in shuffled batches of one size; ``prepare`` sees a batch and a generator."""
+    """Independent samples with labels, in shuffled batches of one size; ``prepare`` sees a batch and a generator.
 
-    def __init__(self, split: data.Split, batch: int, prepare: Callable[[Tensor, torch.Generator | None], Tensor]):
-        self.split, self.batch, self.prepare = split, batch, prepare
+    With ``mirrored`` the test judges the mean of what the model says of an image and of its mirror image.
+    """
+
+    def __init__(
+        self,
+        split: data.Split,
+        batch: int,
+        prepare: Callable[[Tensor, torch.Generator | None], Tensor],
+        *,
+        mirrored: bool = False,
+    ) -> None:
+        self.split, self.batch, self.prepare, self.mirrored = split, batch, prepare, mirrored
         self.steps = len(split.train_x) // batch
 
     def batches(self, generator: torch.Generator) -> Iterator[Batch]:
@@ -84,8 +117,10 @@ class Samples:
 
     def accuracy(self, model: nn.Module) -> float:
         right = 0
-        for x, y in zip(self.split.test_x.split(500), self.split.test_y.split(500), strict=True):
-            right += int((model(self.prepare(x, None)).argmax(1) == y).sum())
+        for pixels, y in zip(self.split.test_x.split(500), self.split.test_y.split(500), strict=True):
+            x = self.prepare(pixels, None)
+            said = model(x) + model(x.flip(3)) if self.mirrored else model(x)
+            right += int((said.argmax(1) == y).sum())
         return 100 * right / len(self.split.test_x)
 
 
@@ -93,7 +128,7 @@ _MARGIN = 2
 
 
 def images(pixels: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Normalized, channels last; with a generator also mirrored or not, and moved by up to 2 pixels."""
+    """Normalized, channels first; with a generator also mirrored or not, and moved by up to 2 pixels."""
     if generator is not None:
         count, size = len(pixels), pixels.shape[-1]
         start = torch.randint(2 * _MARGIN + 1, (2, count, 1), generator=generator)
@@ -103,7 +138,7 @@ def images(pixels: Tensor, generator: torch.Generator | None) -> Tensor:
         wide = F.pad(pixels, (_MARGIN,) * 4)
         sample = torch.arange(count)[:, None, None]
         pixels = wide[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-    return normalized(pixels).contiguous(memory_format=torch.channels_last)
+    return normalized(pixels).contiguous()
 
 
 def words(numbers: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -152,20 +187,22 @@ class Task:
 
     title: str
     epochs: int
-    seeds: int
-    arms: tuple[str, ...]
+    arms: Mapping[str, int]
+    """How many seeds each arm of the table has."""
     build: Callable[[], nn.Module]
     load: Callable[[int], Problem]
     """By seed: one set has no official split."""
     optimizer: Callable[..., torch.optim.Optimizer]
     rate: float
     one_cycle: bool = True
+    paired: bool = False
+    """Whether runs of one seed are compared with each other: where the seed also divides the data."""
     more: tuple[str, ...] = field(default=())
     """Arms that are run only on request."""
 
 
-def _cifar(batch: int) -> Callable[[int], Problem]:
-    return lambda seed: Samples(data.cifar10(), batch, images)
+def _cifar(batch: int, *, mirrored: bool = False) -> Callable[[int], Problem]:
+    return lambda seed: Samples(data.cifar10(), batch, images, mirrored=mirrored)
 
 
 def _channels_last(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -174,25 +211,28 @@ def _channels_last(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 TOKENS = 128
 _SGD = functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4)
-_TWO_BITS = ("exact", "division", "actnn", "auto", "pool")
-_OTHERS = ("division, 1 bit", "division, 4 bits", "division, as published", "blpa", "tinyscript")
+_OTHERS = ("division, 1 bit", "division, as published", "tinyscript")
 TASKS = {
     "cifar": Task(
-        title="CIFAR-10, ResNet-14, 9 epochs",
-        epochs=9,
-        seeds=3,
-        arms=_TWO_BITS,
+        title="CIFAR-10, ResNet-14, 5 epochs",
+        epochs=5,
+        arms={
+            **{EXACT: 12, NULL: 12, FINE: 6},
+            **{"auto": 12, "auto, 2 bits": 4, "auto, 2.3 bits": 4, "auto, 3 bits": 4, "auto, 4 bits": 4},
+            **{"division": 6, "division, guarded": 4, "division, 4 bits": 4, "actnn": 4, "actnn, guarded": 4},
+            **{"blpa": 4, "pool": 4},
+            **{"exact + noise of division": 4, "exact + noise of auto": 4},
+        },
         more=_OTHERS,
         build=_channels_last(functools.partial(nets.resnet14, 24, stem=16, strides=(2, 2, 2))),
-        load=_cifar(128),
+        load=_cifar(64, mirrored=True),
         optimizer=functools.partial(_SGD, weight_decay=2e-4),
-        rate=0.2,
+        rate=0.1,
     ),
     "imdb": Task(
         title="IMDB reviews, transformer from scratch, 3 epochs",
         epochs=3,
-        seeds=2,
-        arms=("exact", "auto, 4 bits", "auto, 2 bits", "gact, 4 bits", "gact, 2 bits"),
+        arms=dict.fromkeys((EXACT, "auto, 4 bits", "auto, 2 bits", "gact, 4 bits", "gact, 2 bits"), 2),
         build=functools.partial(nets.TextClassifier, data.VOCABULARY, TOKENS, width=64, heads=2, layers=2),
         load=lambda seed: Samples(data.imdb(TOKENS), 64, words),
         optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.05),
@@ -201,20 +241,29 @@ TASKS = {
     "cora": Task(
         title="Cora, two-layer GCN, 200 steps",
         epochs=10,
-        seeds=10,
-        arms=("exact", "actnn, 2 bits", "auto", "lowrank"),
+        arms=dict.fromkeys((EXACT, "actnn, 2 bits", "auto, 2.3 bits", "lowrank"), 10),
         build=lambda: nets.GraphNet(adjacency(data.cora().edges, len(data.cora().labels)), 1433, 64, 7),
         load=lambda seed: Papers(data.cora(), seed),
         optimizer=functools.partial(torch.optim.Adam, weight_decay=5e-4),
         rate=0.01,
         one_cycle=False,
+        paired=True,
+    ),
+    "cifar-wide": Task(
+        title="CIFAR-10, wide ResNet-14, 3 epochs",
+        epochs=3,
+        arms={},
+        more=(EXACT, NULL, "auto", "division"),
+        build=nets.resnet14,
+        load=_cifar(64, mirrored=True),
+        optimizer=functools.partial(_SGD, weight_decay=2e-4),
+        rate=0.1,
     ),
     "cifar-resnet20": Task(
         title="CIFAR-10, ResNet-20, 20 epochs",
         epochs=20,
-        seeds=3,
-        arms=(),
-        more=(*_TWO_BITS, *_OTHERS),
+        arms={},
+        more=(EXACT, "division", "actnn", "auto", "pool", *_OTHERS),
         build=_channels_last(resnet20),
         load=_cifar(128),
         optimizer=_SGD,
@@ -223,9 +272,8 @@ TASKS = {
     "cifar-densenet": Task(
         title="CIFAR-10, DenseNet of 40 layers, 20 epochs",
         epochs=20,
-        seeds=3,
-        arms=(),
-        more=(*_TWO_BITS, *_OTHERS),
+        arms={},
+        more=(EXACT, "division", "actnn", "auto", "pool", *_OTHERS),
         build=_channels_last(nets.densenet40),
         load=_cifar(64),
         optimizer=_SGD,

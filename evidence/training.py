@@ -3,6 +3,9 @@
     python -m evidence.training                         the committed table: what is still missing of it
     python -m evidence.training cifar --arms division   some rows
     python -m evidence.training cifar-resnet20 --arms exact auto --seeds 1
+    python -m evidence.training cifar --workers 1 --threads 1      in this process, on one core
+
+Arms that imitate the noise of another read its size from the rows of ``evidence.noise``.
 
 A run that is stopped goes on from its last epoch when the same command is given again. Delete a row of the CSV to run
 it anew. Accuracy is that of the last epoch, whatever epochs before it had.
@@ -12,18 +15,21 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import hashlib
 import itertools
 import math
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
 
 import benchmarks.nets
 import lowtide
@@ -36,6 +42,8 @@ _PAUSE = 60.0
 """Seconds between two checkpoints at least."""
 _PROBED = 4
 """A probe sees the first of so many parts of a batch."""
+
+NOISE = RESULTS / "noise.csv"
 
 _FILES = (__file__, *(module.__file__ for module in (tasks, nets, data, fidelity, benchmarks.nets)))
 _CODE = hashlib.sha256(b"".join(Path(file or "").read_bytes() for file in _FILES)).hexdigest()[:8]
@@ -63,6 +71,8 @@ def prepared(job: Job, epochs: int) -> tuple[Problem, dict[str, Any]]:
     problem = task.load(job.seed)
     torch.manual_seed(job.seed)
     model = task.build()
+    if arm.perturbed:
+        perturb(model, arm.perturbed, job.seed)
     optimizer = task.optimizer(model.parameters(), lr=task.rate)
     schedule = None
     if task.one_cycle:
@@ -70,6 +80,14 @@ def prepared(job: Job, epochs: int) -> tuple[Problem, dict[str, Any]]:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, total_steps=total, pct_start=0.25)
     handle = None if arm.method is None else lowtide.attach(model, arm.method, seed=job.seed, **arm.options)
     return problem, {"model": model, "optimizer": optimizer, "schedule": schedule, "handle": handle}
+
+
+def perturb(model: nn.Module, size: float, seed: int) -> None:
+    """Multiply every weight by 1 and a normal number of this size."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator))
 
 
 def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
@@ -104,7 +122,7 @@ def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
         "accuracies": " ".join(f"{a:.2f}" for a in state["accuracies"]),
         "cpu_seconds": round(state["cpu_seconds"], 1),
         "method": arm.method or "",
-        "options": " ".join([f"{key}={value}" for key, value in arm.options.items()] + ["probed"] * arm.adapt),
+        "options": arm.label(),
     }
     if handle is not None:
         row |= {name: state[name] for name in ("ratio", "stored_nbytes", "plain_nbytes")}
@@ -118,16 +136,21 @@ def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
 def train_epoch(problem: Problem, parts: dict[str, Any], job: Job, epoch: int) -> float:
     """One epoch; the mean loss of its last tenth. Stops where the loss is not finite."""
     model, optimizer, schedule = parts["model"], parts["optimizer"], parts["schedule"]
+    arm = ARMS[job.arm]
     order = torch.Generator().manual_seed(job.seed + 1000 * epoch)
     torch.manual_seed(job.seed + 1000 * epoch)
+    errors = {} if arm.noise_of is None else errors_along(job.task, arm.noise_of, read(NOISE))
+    drawn = torch.Generator().manual_seed(job.seed + 1000 * epoch)
     losses: list[float] = []
     for step, batch in enumerate(problem.batches(order)):
-        if ARMS[job.arm].adapt and step == (epoch == 0):
+        if arm.adapt and step == (epoch == 0):
             part = Batch(*(x[: -(-len(x) // _PROBED)] for x in batch))
             parts["handle"].adapt(lambda part=part: problem.loss(model, part))
         optimizer.zero_grad()
         loss = problem.loss(model, batch)
         loss.backward()
+        if errors:
+            add_noise(model, errors, epoch + step / problem.steps, drawn)
         optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -136,6 +159,41 @@ def train_epoch(problem: Problem, parts: dict[str, Any], job: Job, epoch: int) -
             break
     last = losses[-max(1, len(losses) // 10) :]
     return math.fsum(last) / len(last)
+
+
+class Measured(NamedTuple):
+    """The error of one parameter's gradient, as a part of its length, after some epochs."""
+
+    epochs: list[float]
+    errors: list[float]
+
+
+def errors_along(task: str, arm: str, rows: Iterable[Mapping[str, str]]) -> dict[str, Measured]:
+    """What ``evidence.noise`` found for each parameter."""
+    found: dict[str, Measured] = {}
+    for row in rows:
+        if (row["task"], row["arm"]) == (task, arm) and row["parameter"]:
+            measured = found.setdefault(row["parameter"], Measured([], []))
+            measured.epochs.append(float(row["epoch"]))
+            measured.errors.append(float(row["error"]))
+    if not found:
+        raise ValueError(
+            f"the error of {arm!r} is not measured for {task!r}; run: python -m evidence.noise {task} --arms {arm!r}"
+        )
+    return found
+
+
+def add_noise(model: nn.Module, errors: Mapping[str, Measured], epoch: float, generator: torch.Generator) -> None:
+    """Add normal noise to each gradient, of the length that its error has at this time, the same for all its entries.
+
+    Between two measurements the error is interpolated; before the first and after the last it is theirs.
+    """
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        length = float(np.interp(epoch, *errors[name])) * float(gradient.norm())
+        noise = torch.randn(gradient.shape, generator=generator)
+        gradient.add_(noise, alpha=length / math.sqrt(gradient.numel()))
 
 
 def _place(job: Job) -> Path:
@@ -196,9 +254,10 @@ def jobs_of(names: Iterable[str], arms: Iterable[str] | None, seeds: int | None)
     """Seed by seed, so that a table that is not finished yet has whole rows."""
     found = []
     for name in names:
-        task = TASKS[name]
-        for seed in range(task.seeds if seeds is None else seeds):
-            found += [Job(name, arm, seed) for arm in (task.arms if arms is None else arms)]
+        own = TASKS[name].arms
+        counts = {arm: seeds or own.get(arm, 1) for arm in (own if arms is None else arms)}
+        for seed in range(max(counts.values(), default=0)):
+            found += [Job(name, arm, seed) for arm, count in counts.items() if seed < count]
     return found
 
 
@@ -211,8 +270,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", metavar="task", help=f"any of {', '.join(TASKS)}")
     parser.add_argument("--arms", nargs="+", metavar="arm", help=f"any of {', '.join(map(repr, ARMS))}")
-    parser.add_argument("--seeds", type=int, help="how many; default: those of the task")
+    parser.add_argument("--seeds", type=int, help="how many; default: those of the task, or 1")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time, each on its own cores")
+    parser.add_argument("--threads", type=int, help="of each run; default: all cores over the workers")
     parser.add_argument("--out", type=Path, default=RESULTS / "training.csv")
     given = parser.parse_args()
     for what, chosen, known in (("task", given.tasks, TASKS), ("arm", given.arms or (), ARMS)):
@@ -220,23 +280,34 @@ def main() -> None:
             parser.error(f"unknown {what} {name!r}; choose from {', '.join(map(repr, known))}")
     jobs = missing(jobs_of(given.tasks or TASKS, given.arms, given.seeds), given.out)
     print(f"{len(jobs)} runs to do", flush=True)
-    threads = max(1, (os.cpu_count() or 1) // given.workers)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.workers, spawn, initializer=_quiet, initargs=(threads,)) as pool:
-        running = {pool.submit(run, job): job for job in jobs}
-        failed = 0
-        for done in as_completed(running):
-            if done.exception() is not None:
-                failed += 1
-                print(f"{', '.join(map(str, running[done]))} failed: {done.exception()!r}", flush=True)
-                continue
-            row = done.result()
-            append(row, given.out)
-            _place(running[done]).unlink(missing_ok=True)
-            ratio = f", {row['ratio']:.1f}x less kept" if "ratio" in row else ""
-            print(f"{', '.join(map(str, running[done]))}: {row['accuracy']:.2f} %{ratio}", flush=True)
+    threads = given.threads or max(1, (os.cpu_count() or 1) // given.workers)
+    failed = 0
+    for job, result in _results(jobs, given.workers, threads):
+        name = ", ".join(map(str, job))
+        try:
+            row = result()
+        except Exception as error:  # the other runs are worth having
+            failed += 1
+            print(f"{name} failed: {error!r}", flush=True)
+            continue
+        append(row, given.out)
+        _place(job).unlink(missing_ok=True)
+        ratio = f", {row['ratio']:.1f}x less kept" if "ratio" in row else ""
+        print(f"{name}: {row['accuracy']:.2f} %{ratio}", flush=True)
     if failed:
         raise SystemExit(f"{failed} runs failed; the same command runs them again")
+
+
+def _results(jobs: list[Job], workers: int, threads: int) -> Iterator[tuple[Job, Callable[[], dict[str, Any]]]]:
+    """Each job as it ends, with what returns its row or raises; one worker is this process."""
+    if workers == 1:
+        _quiet(threads)
+        yield from ((job, functools.partial(run, job)) for job in jobs)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn, initializer=_quiet, initargs=(threads,)) as pool:
+        running = {pool.submit(run, job): job for job in jobs}
+        yield from ((running[done], done.result) for done in as_completed(running))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ def task(monkeypatch, tmp_path):
     found = Task(
         title="tiny",
         epochs=4,
-        seeds=2,
-        arms=("exact", "actnn"),
+        arms={"exact": 2, "actnn": 2, "exact, perturbed": 1},
         build=tiny,
         load=lambda seed: Samples(split(), 16, images),
         optimizer=torch.optim.SGD,
@@ -103,11 +102,13 @@ def test_a_run_that_diverges_ends_and_says_so(task, monkeypatch):
 def test_only_missing_rows_are_run(task, tmp_path):
     path = tmp_path / "rows.csv"
     jobs = jobs_of(["tiny"], None, None)
-    assert jobs == [Job("tiny", arm, seed) for seed in (0, 1) for arm in ("exact", "actnn")]
+    arms = ("exact", "actnn", "exact, perturbed")
+    assert jobs == [Job("tiny", arm, seed) for seed in (0, 1) for arm in arms if (arm, seed) != (arms[2], 1)]
+    assert len(jobs_of(["tiny"], ["auto"], 3)) == 3
     assert missing(jobs, path) == jobs
     append(run(jobs[1], epochs=1), path)
-    append(run(jobs[2], epochs=1), path)
-    assert missing(jobs, path) == [jobs[0], jobs[3]]
+    append(run(jobs[3], epochs=1), path)
+    assert missing(jobs, path) == [jobs[0], jobs[2], jobs[4]]
     assert [row["arm"] for row in read(path)] == ["actnn", "exact"]
     assert float(read(path)[0]["ratio"]) > 1
     assert read(path)[1]["ratio"] == ""
@@ -166,40 +167,159 @@ def row(arm, seed, accuracy, ratio=""):
     }  # fmt: skip
 
 
-def test_differences_are_taken_seed_by_seed():
-    rows = [row("exact", 0, 80.0), row("exact", 1, 90.0), row("exact", 2, 70.0)]
-    rows += [row("division", 1, 89.0, 11.0), row("division", 0, 79.5, 11.0)]
-    arms = summary.by_arm(rows, "cifar")
-    assert summary.differences(arms["division"], arms["exact"]) == [-0.5, -1.0]
-    exact, division = summary.table(rows, "cifar")[2:]
-    assert exact.startswith("| exact |  | 3 | 80.00 | 10.00 |")
-    # The mean is -0.75, the deviation 0.354, the interval 12.706 * 0.25 to both sides.
-    assert "| -0.75 | -3.93 to +2.43 | no difference shown | 11.0x less |" in division
+def test_differences_are_those_of_independent_runs():
+    rows = [row("exact", i, 80.0 + i) for i in range(3)] + [row("exact, perturbed", i, 81.0 - i) for i in range(3)]
+    rows += [row("division", 1, 79.5, 11.0), row("division", 0, 78.5, 11.0)]
+    found = summary.table_of(rows, "cifar")
+    # Squares about the means: 2, 2 and 0.5, with 2 + 2 + 1 degrees of freedom; t is 2.571 for 5 of them.
+    deviation = (4.5 / 5) ** 0.5
+    assert found.deviation == pytest.approx((deviation, 5))
+    assert found.gap("division", tasks.CONTROLS) == pytest.approx((-1.5, 2.571 * deviation * (1 / 2 + 1 / 6) ** 0.5))
+    assert found.gap("exact", tasks.CONTROLS) == pytest.approx((1.0, 2.571 * deviation * (2 / 3) ** 0.5))
+    exact, null, division = summary.lines_of(found)[2:]
+    assert exact.startswith("| exact |  | 3 | 81.00 | 1.00 | +1.00 | -0.99 to +2.99 |  |  |")
+    assert null.startswith("| exact, perturbed |  | 3 | 80.00 | 1.00 | -1.00 |")
+    assert division == (
+        "| division | division | 2 | 79.00 | 0.71 | -1.50 | -3.49 to +0.49 | -2.00 | 2.23 | not resolved | 11.0x less |"
+    )
+    text = "\n".join(summary.reading(found))
+    assert "`exact, perturbed` ends -1.00 ± 1.99 beside `exact`. Over 3 seeds the two correlate by -1.00." in text
+    assert "Not resolved: neither a loss nor its absence to 0.3 points is shown: `division` -1.50 ± 1.99." in text
+
+
+def test_splits_that_differ_by_seed_are_compared_seed_by_seed():
+    rows = [row("exact", seed, 70.0 + 10 * seed) for seed in range(3)]
+    rows += [row("lowrank", seed, 69.0 + 10 * seed + 0.5 * (seed == 1), 11.0) for seed in range(3)]
+    found = summary.table_of([{**own, "task": "cora"} for own in rows], "cora")
+    # -1, -0.5, -1: the mean is -0.833, the deviation 0.289, t 4.303.
+    assert found.gap("lowrank", tasks.CONTROLS) == pytest.approx((-2.5 / 3, 4.303 * (1 / 12) ** 0.5 / 3**0.5))
+
+
+def test_noise_that_is_added_has_the_length_of_the_error():
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300, bias=False))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    rows = [
+        {"task": "t", "arm": arm, "epoch": str(epoch), "parameter": name, "error": str(error)}
+        for arm, factor in (("division", 1.0), ("auto", 9.0))
+        for name, errors in (("", (7, 7)), ("0.weight", (0.2, 0.4)), ("0.bias", (0, 0)), ("1.weight", (1, 1)))
+        for epoch, error in zip((1, 3), (factor * e for e in errors), strict=True)
+    ]
+    errors = training.errors_along("t", "division", rows)
+    for epoch, expected in ((0.0, 0.2), (1.5, 0.25), (5.0, 0.4)):
+        for name, parameter in model.named_parameters():
+            parameter.grad = before[name].clone()
+        training.add_noise(model, errors, epoch, torch.Generator().manual_seed(0))
+        found = {n: float((p.grad - before[n]).norm() / before[n].norm()) for n, p in model.named_parameters()}
+        # The length of 90 000 normal numbers deviates by 1 / sqrt(2 * 90 000) of itself.
+        assert found["0.weight"] == pytest.approx(expected, rel=5 / (2 * 90_000) ** 0.5)
+        assert found["1.weight"] == pytest.approx(1, rel=5 / (2 * 90_000) ** 0.5)
+        assert found["0.bias"] == 0
+    with pytest.raises(ValueError, match=r"run: python -m evidence\.noise t --arms 'pool'"):
+        training.errors_along("t", "pool", rows)
+
+
+def test_a_run_with_added_noise(task, monkeypatch, tmp_path):
+    names = [name for name, _ in tiny().named_parameters()]
+    rows = [f"tiny,division,0,{name},0.5" for name in names]
+    monkeypatch.setattr(training, "NOISE", tmp_path / "noise.csv")
+    training.NOISE.write_text("\n".join(["task,arm,epoch,parameter,error", *rows]))
+    noisy = run(Job("tiny", "exact + noise of division", 0))
+    assert noisy["loss"] != run(Job("tiny", "exact", 0))["loss"]
+    assert noisy["options"] == "noise as large as the error of division"
+    training.NOISE.write_text("\n".join(["task,arm,epoch,parameter,error", *(r[:-3] + "0" for r in rows)]))
+    assert run(Job("tiny", "exact + noise of division", 0))["loss"] == run(Job("tiny", "exact", 0))["loss"]
+
+
+def test_perturbed_weights_are_off_by_what_is_said():
+    exact, off = nn.Linear(300, 300), nn.Linear(300, 300)
+    off.load_state_dict(exact.state_dict())
+    training.perturb(off, 1e-3, seed=0)
+    relative = (off.weight / exact.weight - 1).detach()
+    # 90 000 normal numbers; float32 adds errors of 1e-7, a ten-thousandth of this.
+    assert float(relative.square().mean().sqrt()) == pytest.approx(1e-3, rel=5 / (2 * 90_000) ** 0.5 + 1e-3)
+    assert float(relative.mean()) == pytest.approx(0, abs=5e-3 / 300)
+
+
+def test_a_perturbed_run_is_another_run_of_nearly_the_same_weights(task):
+    (_, exact), (_, off) = (training.prepared(Job("tiny", arm, 0), 1) for arm in ("exact", "exact, perturbed"))
+    for a, b in zip(exact["model"].parameters(), off["model"].parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=0)
+    assert run(Job("tiny", "exact", 0))["loss"] != run(Job("tiny", "exact, perturbed", 0))["loss"]
+
+
+def test_mirrored_images_are_judged_with_their_originals():
+    class Left(nn.Module):
+        def forward(self, x):
+            left, right = x[..., :4].mean((1, 2, 3)), x[..., 4:].mean((1, 2, 3))
+            return torch.stack([left, torch.full_like(left, 0.1)], 1) * torch.where(left < right, 1.0, 3.0)[:, None]
+
+    pixels = torch.full((500, 3, 8, 8), 128, dtype=torch.uint8)
+    pixels[..., :4], pixels[..., 4:] = 100, 140  # dark at the left, so that the mirror image decides
+    label = torch.zeros(500, dtype=torch.long)
+    half = data.Split(pixels, label, pixels, label)
+    assert Samples(half, 100, images).accuracy(Left()) == 0
+    assert Samples(half, 100, images, mirrored=True).accuracy(Left()) == 100
 
 
 def test_errors_along_a_run(task):
-    rows = list(noise.rows_of("tiny", [1, 3], ["actnn", "division, 4 bits"]))
-    assert [(row["arm"], row["epoch"]) for row in rows] == [
-        *(("actnn", 1), ("division, 4 bits", 1), ("actnn", 3), ("division, 4 bits", 3)),
+    rows = list(noise.rows_of("tiny", [0, 3], ["division", "division, 4 bits"]))
+    whole = [row for row in rows if not row["parameter"]]
+    assert [(row["arm"], row["epoch"]) for row in whole] == [
+        *(("division", 0), ("division, 4 bits", 0), ("division", 3), ("division, 4 bits", 3)),
     ]
-    assert rows[0]["error"] > rows[1]["error"] > 0
+    assert whole[0]["error"] > whole[1]["error"] > 0
+    assert whole[0]["norm"] == whole[1]["norm"] != whole[2]["norm"]  # trained in between
+    # The squared length of the error is the sum of those of all parameters.
+    parts = [row for row in rows if row["parameter"] and row["epoch"] == 3]
+    assert {row["arm"] for row in parts} == {"division"}
+    assert [row["parameter"] for row in parts] == [name for name, _ in tiny().named_parameters()]
+    total = math.hypot(*(row["error"] * row["norm"] for row in parts))
+    assert total == pytest.approx(whole[2]["error"] * whole[2]["norm"], rel=1e-6)
+    assert math.hypot(*(row["sgd_noise"] * row["norm"] for row in parts)) == pytest.approx(
+        whole[2]["sgd_noise"] * whole[2]["norm"], rel=1e-6
+    )
     text = [{key: "" if value is None else str(value) for key, value in row.items()} for row in rows]
     lines = summary.noise_table(text)
-    assert lines[0] == "| | epoch 1 | epoch 3 |"
-    assert lines[2].startswith(f"| actnn | {rows[0]['error']:.2f}")
+    assert lines[0] == "| | epoch 0 | epoch 3 |"
+    assert lines[2].startswith(f"| division | {whole[0]['error']:.2g}")
 
 
-def test_verdicts_in_words():
+def test_sgd_noise_is_the_deviation_of_a_gradient_from_batch_to_batch():
+    # The gradient of the mean of w * x is the mean of x: 1, 2 and 6 deviate by the root of (4 + 1 + 9) / 2.
+    model = nn.Linear(1, 1, bias=False)
+    batches = [tasks.Batch(torch.full((4, 1), x), torch.zeros(4)) for x in (1.0, 2.0, 6.0)]
+
+    class Mean:
+        def loss(self, model, batch):
+            return model(batch.x).mean()
+
+    assert noise.sgd_noise(model, Mean(), batches) == pytest.approx({"": 7**0.5, "weight": 7**0.5})
+    assert model.weight.grad is None
+
+
+def test_verdicts_are_about_the_whole_interval():
     for mean, half, expected in (
-        (-0.2, 0.3, "within 0.3"),
-        (-0.2, 0.1, "lower"),
-        (-0.1, math.nan, "one run"),
-        (0.5, 0.1, "within 0.3"),
-        (-0.5, 0.6, "no difference shown"),
+        (-0.1, 0.15, "within 0.3"),
+        (-0.2, 0.15, "lower"),
+        (-0.2, 0.05, "within 0.3, lower"),
+        (-0.2, 0.3, "not resolved"),
+        (0.0, 0.31, "not resolved"),
+        (0.5, 0.1, "higher"),
+        (0.1, 0.05, "within 0.3, higher"),
         (-0.5, 0.4, "lower"),
         (-0.5, math.nan, "one run"),
     ):
-        assert summary.judged(summary.Spread(mean, 0.0, half)) == expected
+        assert summary.judged(summary.Gap(mean, half)) == expected
+
+
+def test_the_figure_shows_every_arm(tmp_path):
+    arms = ("exact", "exact, perturbed", "division", "exact + noise of division")
+    rows = [row(arm, seed, 80.0 + seed, 11.0 if arm == "division" else "") for arm in arms for seed in range(2)]
+    summary.draw([summary.table_of(rows, "cifar")], tmp_path / "figure.svg")
+    drawn = (tmp_path / "figure.svg").read_text()
+    assert all(f">{arm}<" in drawn for arm in arms)
 
 
 def test_the_page_is_that_of_the_rows():

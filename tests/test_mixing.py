@@ -362,6 +362,37 @@ def test_a_measuring_step_gives_the_gradients_of_its_plan():
     handle.remove()
 
 
+class Sum(nn.Module):
+    """``baddbmm`` hands the gradient of its output on as that of its first input: one tensor, not two equal ones."""
+
+    def forward(self, x):
+        h = x.sigmoid()
+        return torch.baddbmm(x, h, h.transpose(1, 2) * 0.5)
+
+
+def test_trying_noise_leaves_the_gradient_alone_also_where_an_op_hands_it_on():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), Sum()), torch.randn(64, 32, 32)
+    exact = gradient_of(model, x)
+    handle = lowtide.attach(model, "auto", bits=8, min_numel=0)
+    found = gradient_of(model, x)
+    assert any(s.op == "Baddbmm" for s in handle._session.policy.tuner._felt)
+    handle.remove()
+    assert error_of(found, exact) < 0.1
+
+
+def test_a_second_backward_tells_the_tuner_nothing_new():
+    torch.manual_seed(0)
+    model, x = Chain(nn.GELU()), torch.randn(256, 64)
+    handle = lowtide.attach(model, "auto")
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    once = json.dumps(handle.state_dict()["learned"]["felt"])
+    loss.backward()
+    assert json.dumps(handle.state_dict()["learned"]["felt"]) == once
+    handle.remove()
+
+
 def test_the_plan_is_made_anew_while_training():
     model, batch = Maps(), images()
     handle = lowtide.attach(model, "auto", bits=2.3)

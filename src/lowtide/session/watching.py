@@ -83,8 +83,8 @@ class _Probe:
                 if a is None or b is None or not capture.has_data(a):
                     continue
                 square, disturbed = _square(a), _square(b)
-                change = _square(b.sub_(a))
-                arrived = Arrived(i in self._leaves, square, change, (disturbed - square - change) / 2, 0.0)
+                change = _square(b - a)  # not in place: an op may hand on the very gradient that it was given
+                arrived = Arrived(i, i in self._leaves, square, change, (disturbed - square - change) / 2, 0.0)
                 if arrived.is_leaf:
                     leaves.append(arrived)
                 else:

@@ -39,6 +39,8 @@ class Wanted(Enum):
 class Arrived(NamedTuple):
     """The gradient of one input of an op, and how noise in a tensor that the op saved changes it."""
 
+    edge: int
+    """Which input."""
     is_leaf: bool
     """Does it belong to a parameter, so that nothing flows on?"""
     square: float

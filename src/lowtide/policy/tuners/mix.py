@@ -90,20 +90,43 @@ class _Seen:
 _NUMBERS = ("numel", "square", "error", "tried", "rebuilt", "offset")
 
 
+class _Share(NamedTuple):
+    """What noise does to the gradient of one input of an op, for each unit of its mean square."""
+
+    is_leaf: bool
+    noise: float
+    """The part of the squared gradient that becomes noise."""
+    bias: float
+    """The part of the gradient that is lost or added on the average."""
+
+
 @dataclasses.dataclass
 class _Felt:
-    """What backward showed of one site: for each unit of mean squared error there."""
+    """What backward showed of one site."""
 
-    own: float = 0.0
-    """Noise in a weight's or a norm's own gradient, beside the square of that gradient."""
+    factor: float = 0.0
+    """Of a linear op: noise in the weight's gradient beside the square of that gradient, for each unit."""
     weight: float = 0.0
-    """The square of that gradient, if it is a weight's."""
+    """The square of that gradient."""
     aligned: float = 1.0
     """The square of the sum of all rows of the output's gradient, beside the sum of their squares."""
-    passed: float = 0.0
-    """The part of what flows on that becomes noise."""
-    bias: float = 0.0
-    """The part of what flows on that is lost or added on the average."""
+    shares: dict[int, _Share] = dataclasses.field(default_factory=dict)
+    """Of any other op, for each of its inputs."""
+
+    @property
+    def own(self) -> float:
+        """Noise in the gradients of weights that end here."""
+        return self.factor + sum(share.noise for share in self.shares.values() if share.is_leaf)
+
+    @property
+    def passed(self) -> float:
+        """The part of what flows on that becomes noise."""
+        return sum(share.noise for share in self.shares.values() if not share.is_leaf)
+
+    @property
+    def bias(self) -> float:
+        """The part of what flows on that is lost or added on the average."""
+        return max((share.bias for share in self.shares.values() if not share.is_leaf), default=0.0)
 
 
 class MixTuner(Probed):
@@ -248,14 +271,9 @@ class MixTuner(Probed):
         for edge in arrived:
             total = edge.total if edge.total > 0 else edge.square
             self._bad = self._bad or not math.isfinite(edge.change + total)
-            if total <= 0 or not math.isfinite(edge.change + total):
-                continue
-            share = edge.change / total / seen.tried
-            if edge.is_leaf:
-                felt.own += share
-            else:
-                felt.passed += share
-                felt.bias = max(felt.bias, abs(edge.along) / total / seen.tried)
+            if total > 0 and math.isfinite(edge.change + total):
+                unit = total * seen.tried
+                felt.shares[edge.edge] = _Share(edge.is_leaf, edge.change / unit, abs(edge.along) / unit)
 
     # ------------------------------------------------------------ probes of the whole gradient
 
@@ -375,7 +393,10 @@ class MixTuner(Probed):
             "measuring": self._measuring,
             "bad": self._bad,
             "probed": [[list(site), value] for site, value in self._probed.items()],
-            "felt": [[list(site), dataclasses.astuple(felt)] for site, felt in self._felt.items()],
+            "felt": [
+                [list(s), f.factor, f.weight, f.aligned, [[edge, *share] for edge, share in f.shares.items()]]
+                for s, f in self._felt.items()
+            ],
             "seen": [
                 {
                     **{key: getattr(seen, key) for key in _NUMBERS},
@@ -394,7 +415,10 @@ class MixTuner(Probed):
         self._bad = state["bad"]
         self._plan = Plan.from_data(state["plan"])
         self._probed = {site_of(site): value for site, value in state["probed"]}
-        self._felt = {site_of(site): _Felt(*values) for site, values in state["felt"]}
+        self._felt = {
+            site_of(site): _Felt(factor, weight, aligned, {edge: _Share(*share) for edge, *share in shares})
+            for site, factor, weight, aligned, shares in state["felt"]
+        }
         self._seen, self._by_site = {}, {}
         for row in state["seen"]:
             sites, sources = (tuple(map(site_of, row[key])) for key in ("sites", "sources"))

@@ -81,13 +81,13 @@ class _Seen:
     tried: float
     """The mean square of the noise that backward tries."""
     sources: tuple[Site, ...]
-    rebuilt: float | None
-    """The error it would have had if it had been rebuilt then."""
-    offset: float
-    """The mean square of that error's mean in each column: what a bend in the recipe leaves."""
+    gain: float | None
+    """Its error, had it been rebuilt, beside the sum of its sources' errors; None if it cannot be rebuilt."""
+    bend: float
+    """The mean square of that error's mean in each column, beside the square of that sum: a linear recipe leaves 0."""
 
 
-_NUMBERS = ("numel", "square", "error", "tried", "rebuilt", "offset")
+_NUMBERS = ("numel", "square", "error", "tried", "gain", "bend")
 
 
 class _Share(NamedTuple):
@@ -95,17 +95,19 @@ class _Share(NamedTuple):
 
     is_leaf: bool
     noise: float
-    """The part of the squared gradient that becomes noise."""
-    bias: float
-    """The part of the gradient that is lost or added on the average."""
+    """The square of the noise in that gradient."""
+    square: float
+    """The square of the gradient itself; if something flows on, of all that does."""
+    along: float
+    """What is added to the gradient, or lost of it, on the average, in units of that square."""
 
 
 @dataclasses.dataclass
 class _Felt:
     """What backward showed of one site."""
 
-    factor: float = 0.0
-    """Of a linear op: noise in the weight's gradient beside the square of that gradient, for each unit."""
+    noise: float = 0.0
+    """Of a linear op: the square of the noise in the weight's gradient, for each unit of mean squared error."""
     weight: float = 0.0
     """The square of that gradient."""
     aligned: float = 1.0
@@ -113,20 +115,27 @@ class _Felt:
     shares: dict[int, _Share] = dataclasses.field(default_factory=dict)
     """Of any other op, for each of its inputs."""
 
-    @property
-    def own(self) -> float:
-        """Noise in the gradients of weights that end here."""
-        return self.factor + sum(share.noise for share in self.shares.values() if share.is_leaf)
+    def own(self, least: float) -> float:
+        """Noise in the gradients of parameters that end here, beside their squares, which count as ``least`` at least.
+
+        A weight between two norms has a gradient of nothing but rounding; noise there harms nobody.
+        """
+        ends = sum(share.noise / max(share.square, least) for share in self.shares.values() if share.is_leaf)
+        return ends + (self.noise / max(self.weight, least) if self.weight > 0 else 0.0)
 
     @property
     def passed(self) -> float:
         """The part of what flows on that becomes noise."""
-        return sum(share.noise for share in self.shares.values() if not share.is_leaf)
+        return sum(share.noise / share.square for share in self.shares.values() if not share.is_leaf)
 
     @property
     def bias(self) -> float:
         """The part of what flows on that is lost or added on the average."""
-        return max((share.bias for share in self.shares.values() if not share.is_leaf), default=0.0)
+        return max((share.along for share in self.shares.values() if not share.is_leaf), default=0.0)
+
+
+_NEGLIGIBLE = 0.01
+"""A parameter with less than this part of the gradient's length counts as if it had that."""
 
 
 class MixTuner(Probed):
@@ -194,12 +203,29 @@ class MixTuner(Probed):
         wide = piece.to(torch.float32)
         square = float(wide.square().mean())
         error = next((o.error for o in options if o.codec == now.codec), 0.0)
-        rebuilt, offset = (None, 0.0) if from_sources is None else _errors_of(from_sources(), tensor, bool(use.dims))
-        if now.action is Action.REBUILD and rebuilt is not None:
+        gain, bend, rebuilt = self._from_sources(use, tensor, from_sources)
+        if now.action is Action.REBUILD:
             error = rebuilt
         tried = next((o.error for o in options if getattr(o.codec, "bits", 0) == _TRIED), options[-1].error)
         options.append(Option(None, 0.0, use.meta.nbytes))
-        self._remember(_Seen(use.sites, use.meta.numel, square, options, error, tried, use.sources, rebuilt, offset))
+        self._remember(_Seen(use.sites, use.meta.numel, square, options, error, tried, use.sources, gain, bend))
+
+    def _from_sources(
+        self, use: Use, tensor: Tensor, from_sources: FromSources | None
+    ) -> tuple[float | None, float, float]:
+        """Gain, bend and error of rebuilding the tensor from its sources as they are stored now.
+
+        Sources that are exact now tell nothing of it, and what was measured earlier holds.
+        """
+        base = sum(self._seen[s].error for s in use.sources if s in self._seen)
+        if from_sources is not None and base > 0:
+            error, offset = _errors_of(from_sources(), tensor, bool(use.dims))
+            if math.isfinite(error):
+                return error / base, offset / base**2, error
+        before = self._seen.get(use.sites[0])
+        if before is None or before.sources != use.sources or before.gain is None:
+            return None, 0.0, 0.0
+        return before.gain, before.bend, before.gain * base
 
     def _remember(self, seen: _Seen) -> None:
         self._seen[seen.sites[0]] = seen
@@ -255,7 +281,7 @@ class MixTuner(Probed):
             aligned = _square(gradient.detach().sum(others, dtype=torch.float32)) / square if square > 0 else 1.0
             # The gradient seen has the noise of this step in it.
             weight = max(weight - columns * square * error, weight / 4)
-            self._felt[site] = _Felt(columns * square / weight, weight, aligned)
+            self._felt[site] = _Felt(columns * square, weight, aligned)
 
     def tried(self, site: Site) -> float:
         """The mean square of the noise that backward should try on a tensor; 0 for none."""
@@ -272,8 +298,8 @@ class MixTuner(Probed):
             total = edge.total if edge.total > 0 else edge.square
             self._bad = self._bad or not math.isfinite(edge.change + total)
             if total > 0 and math.isfinite(edge.change + total):
-                unit = total * seen.tried
-                felt.shares[edge.edge] = _Share(edge.is_leaf, edge.change / unit, abs(edge.along) / unit)
+                noise, along = edge.change / seen.tried, abs(edge.along) / total / seen.tried
+                felt.shares[edge.edge] = _Share(edge.is_leaf, noise, total, along)
 
     # ------------------------------------------------------------ probes of the whole gradient
 
@@ -302,28 +328,28 @@ class MixTuner(Probed):
         """For each tensor the cost of a unit of mean squared error."""
         if self._probed:
             return {site: self._probed[site] for site in self._seen if site in self._probed}
-        total = sum(felt.weight for felt in self._felt.values())
-        count = sum(1 for felt in self._felt.values() if felt.weight > 0)
-        spread = [f.own * seen.square for seen in self._seen.values() for f in self._known(seen) if f.weight > 0]
+        total, count = self._total(), sum(1 for felt in self._felt.values() if felt.weight > 0)
+        least = _NEGLIGIBLE**2 * total
+        spread = [f.own(least) * seen.square for seen in self._seen.values() for f in self._known(seen) if f.weight > 0]
         # Inputs that are not stored, such as the batch itself, come first. Their weights count like the others.
         hidden = [f for site, f in self._felt.items() if f.weight > 0 and site not in self._by_site]
         usual = statistics.median(spread) if spread else 1.0
-        before = sum(self._counts(f, total, count) * usual for f in hidden)  # what noise in all that flows on costs
+        before = sum(_counts(f, count, total) * usual for f in hidden)  # what noise in all that flows on costs
         found: dict[Site, float] = {}
         for first, seen in self._seen.items():
             known = self._known(seen)
-            cost = sum(f.own * self._counts(f, total, count) + f.passed * before for f in known)
-            before += sum(f.own * self._counts(f, total, count) * seen.square for f in known if f.weight > 0)
+            cost = sum(f.own(least) * _counts(f, count, total) + f.passed * before for f in known)
+            before += sum(f.own(least) * _counts(f, count, total) * seen.square for f in known if f.weight > 0)
             if known and math.isfinite(cost):
                 found[first] = cost
         return found
 
+    def _total(self) -> float:
+        """The square of all weights' gradients together."""
+        return sum(felt.weight for felt in self._felt.values())
+
     def _known(self, seen: _Seen) -> list[_Felt]:
         return [self._felt[site] for site in seen.sites if site in self._felt]
-
-    def _counts(self, felt: _Felt, total: float, count: int) -> float:
-        """How much a weight counts: as one among all, and by its part of the whole gradient."""
-        return 1.0 / max(1, count) + (felt.weight / total if total > 0 else 0.0)
 
     def _decide(self) -> None:
         weights = self._weights()
@@ -359,15 +385,14 @@ class MixTuner(Probed):
         most = [self._most(seen, bias) for _, seen in known]
         sources: list[list[tuple[int, float]]] = []
         for _, seen in known:
-            usable = seen.rebuilt is not None and all(s in place for s in seen.sources)
-            base = sum(self._seen[s].error for s in seen.sources) if usable else 0.0
             sources.append([])
-            if base <= 0 or seen.rebuilt is None:
+            if seen.gain is None or not all(s in place for s in seen.sources):
                 continue
-            # The mean that a bend leaves grows with the square of the noise, so it sets a limit to the sources' error.
-            limit = base * bias / math.sqrt(offset) if (offset := self._offset(seen)) > 0 else math.inf
+            # The mean that a bend leaves grows with the noise, not with its root: a limit to the sources' error.
+            slope = self._slope(seen)
+            limit = bias / math.sqrt(slope) if slope > 0 else math.inf
             if all(any(o.error <= limit and o.codec for o in self._seen[s].options) for s in seen.sources):
-                sources[-1] = [(place[s], seen.rebuilt / base) for s in seen.sources]
+                sources[-1] = [(place[s], seen.gain) for s in seen.sources]
                 for j, _ in sources[-1]:
                     most[j] = min(most[j], limit)
         options = [[o for o in seen.options if o.error <= m] for (_, seen), m in zip(known, most, strict=True)]
@@ -378,9 +403,10 @@ class MixTuner(Probed):
         most = max((felt.bias for felt in self._known(seen)), default=0.0)
         return bias / most if most > 0 else math.inf
 
-    def _offset(self, seen: _Seen) -> float:
-        """The squared bias of the weights' gradients, in units of their squares, had the tensor been rebuilt."""
-        return max((seen.offset * f.own * f.aligned for f in self._known(seen) if f.weight > 0), default=0.0)
+    def _slope(self, seen: _Seen) -> float:
+        """The squared bias of a weight's gradient in units of its square, beside the squared error of the sources."""
+        least = _NEGLIGIBLE**2 * self._total()
+        return max((seen.bend * f.own(least) * f.aligned for f in self._known(seen) if f.weight > 0), default=0.0)
 
     # ------------------------------------------------------------ state
 
@@ -394,7 +420,7 @@ class MixTuner(Probed):
             "bad": self._bad,
             "probed": [[list(site), value] for site, value in self._probed.items()],
             "felt": [
-                [list(s), f.factor, f.weight, f.aligned, [[edge, *share] for edge, share in f.shares.items()]]
+                [list(s), f.noise, f.weight, f.aligned, [[edge, *share] for edge, share in f.shares.items()]]
                 for s, f in self._felt.items()
             ],
             "seen": [
@@ -416,8 +442,8 @@ class MixTuner(Probed):
         self._plan = Plan.from_data(state["plan"])
         self._probed = {site_of(site): value for site, value in state["probed"]}
         self._felt = {
-            site_of(site): _Felt(factor, weight, aligned, {edge: _Share(*share) for edge, *share in shares})
-            for site, factor, weight, aligned, shares in state["felt"]
+            site_of(site): _Felt(noise, weight, aligned, {edge: _Share(*share) for edge, *share in shares})
+            for site, noise, weight, aligned, shares in state["felt"]
         }
         self._seen, self._by_site = {}, {}
         for row in state["seen"]:
@@ -425,6 +451,11 @@ class MixTuner(Probed):
             options = [Option(c and from_config(c), error, nbytes) for c, error, nbytes in row["options"]]
             numbers = {key: row[key] for key in _NUMBERS}
             self._remember(_Seen(sites=sites, sources=sources, options=options, **numbers))
+
+
+def _counts(felt: _Felt, count: int, total: float) -> float:
+    """How much a weight counts: as one among all, and by its part of the whole gradient."""
+    return 1.0 / max(1, count) + (felt.weight / total if total > 0 else 0.0)
 
 
 def _least(options: Sequence[Sequence[Option]], sources: Sequence[Sequence[tuple[int, float]]]) -> int:

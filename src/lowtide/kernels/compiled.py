@@ -394,29 +394,60 @@ def _four(v: Any, j: int, lane: int, low: Any, inverse: Any, h: Any, base: Any, 
 
 
 @_inline
-def _fill_one(v: Any, p: Any, half: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
-    for j in range(half):
-        a, b, c, d = _four(v, j, 2 * half, low, inverse, h, base, 1)
-        e, f, g, i = _four(v, j + half, 2 * half, low, inverse, U32(h + U32(half) * _GOLDEN), base, 1)
-        even = (a >> 22 & 1) | (b >> 20 & 4) | (c >> 18 & 16) | (d >> 16 & 64)
-        p[j] = U8(even | (e >> 21 & 2) | (f >> 19 & 8) | (g >> 17 & 32) | (i >> 15 & 128))
-        h = U32(h + _GOLDEN)
+def _field(s: Any, at: int, width: int, to: int) -> Any:
+    """``width`` bits of a sum from bit ``at`` on, moved down to bit ``to``."""
+    return U32(U32(s >> U32(at - to)) & U32(((1 << width) - 1) << to))
 
 
 @_inline
-def _fill_two(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
-    for j in range(lane):
-        a, b, c, d = _four(v, j, lane, low, inverse, h, base, 2)
-        p[j] = U8((a >> 21 & 3) | (b >> 19 & 12) | (c >> 17 & 48) | (d >> 15 & 192))
-        h = U32(h + _GOLDEN)
+def _put_four(p: Any, j: int, lane: int, sums: tuple[Any, Any, Any, Any], bits: int) -> None:
+    """The codes of the values that share a hash into the planes of four and of two bits: see ``_codes_of_four``."""
+    a, b, c, d = sums
+    if bits & 4:
+        at = 23 - bits
+        p[j] = U8(_field(a, at, 4, 0) | _field(c, at, 4, 4))
+        p[j + lane] = U8(_field(b, at, 4, 0) | _field(d, at, 4, 4))
+    if bits & 2:
+        at = 23 - bits + (bits & 4)
+        pairs = _field(a, at, 2, 0) | _field(b, at, 2, 2) | _field(c, at, 2, 4) | _field(d, at, 2, 6)
+        p[j + (2 * lane if bits & 4 else 0)] = U8(pairs)
 
 
-@_inline
-def _fill_four(v: Any, p: Any, lane: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
-    for j in range(lane):
-        a, b, c, d = _four(v, j, lane, low, inverse, h, base, 4)
-        p[j], p[j + lane] = U8((a >> 19 & 15) | (c >> 15 & 240)), U8((b >> 19 & 15) | (d >> 15 & 240))
-        h = U32(h + _GOLDEN)
+def _encoder(bits: int, values_known: int) -> Any:
+    """Fills groups of as many values as are known now or, if that is 0, of any multiple of four; of eight for odd bits.
+
+    A function for each number of bits below 8, as for decoding. The highest bit of a code is the highest of the
+    mantissa of its sum; the plane of single bits holds it, and a byte there has values of both halves of each lane.
+    """
+
+    @_plain
+    def encode(values: int, codes: int, n: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
+        v, p, lane = _pointer(values, types.float32), _pointer(codes, types.uint8), (values_known or n) >> 2
+        if bits & 1:
+            half, single = lane >> 1, (2 * lane if bits & 4 else 0) + (lane if bits & 2 else 0)
+            later = U32(U32(half) * _GOLDEN)
+            for j in range(half):
+                early = _four(v, j, lane, low, inverse, h, base, bits)
+                late = _four(v, j + half, lane, low, inverse, U32(h + later), base, bits)
+                _put_four(p, j, lane, early, bits)
+                _put_four(p, j + half, lane, late, bits)
+                a, b, c, d = early
+                ones = _field(a, 22, 1, 0) | _field(b, 22, 1, 2) | _field(c, 22, 1, 4) | _field(d, 22, 1, 6)
+                a, b, c, d = late
+                ones |= _field(a, 22, 1, 1) | _field(b, 22, 1, 3) | _field(c, 22, 1, 5) | _field(d, 22, 1, 7)
+                p[single + j] = U8(ones)
+                h = U32(h + _GOLDEN)
+        else:
+            for j in range(lane):
+                _put_four(p, j, lane, _four(v, j, lane, low, inverse, h, base, bits), bits)
+                h = U32(h + _GOLDEN)
+
+    return encode
+
+
+_fill_1, _fill_2, _fill_3, _fill_4 = (_encoder(bits, USUAL) for bits in (1, 2, 3, 4))
+_fill_5, _fill_6, _fill_7 = (_encoder(bits, USUAL) for bits in (5, 6, 7))
+_fill_halves, _fill_quarters = _encoder(4, 0), _encoder(2, 0)
 
 
 @_inline
@@ -431,35 +462,11 @@ def _fill_bytes(v: Any, p: Any, lane: int, full: int, low: Any, inverse: Any, h:
 
 
 @_plain
-def _fill(
-    values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, codes: int, side: int, spare: int, warped: int
+def _fill_any(
+    values: int, n: int, bits: int, low: Any, inverse: Any, h: Any, base: Any, codes: int, spare: int
 ) -> None:
-    """The codes of a group whose side words are known."""
-    v, p = _pointer(values, types.float32), _pointer(codes, types.uint8)
-    low = _float(U32(_pointer(side, types.uint16)[0]) << 16)
-    if levels:
-        _warp(values, n, (1 << bits) - 1, levels, low, inverse, warped)
-        v, low, inverse = _pointer(warped, types.float32), _ZERO, _ONE
-    base = _base(h, bits)
-    lane, quarter = (n + 3) >> 2, USUAL // 4
-    if bits == 2 and n == USUAL:
-        _fill_two(v, p, quarter, low, inverse, h, base)
-        return
-    if bits == 2 and n & 3 == 0:
-        _fill_two(v, p, lane, low, inverse, h, base)
-        return
-    if bits == 4 and n == USUAL:
-        _fill_four(v, p, quarter, low, inverse, h, base)
-        return
-    if bits == 4 and n & 3 == 0:
-        _fill_four(v, p, lane, low, inverse, h, base)
-        return
-    if bits == 1 and n == USUAL:
-        _fill_one(v, p, quarter // 2, low, inverse, h, base)
-        return
-    if bits == 8 and n == USUAL:
-        _fill_bytes(v, p, quarter, quarter, low, inverse, h, base, 8)
-        return
+    """The codes of a group of any length: a byte each first."""
+    v, lane = _pointer(values, types.float32), (n + 3) >> 2
     loose, full = codes if bits == 8 else spare, max(n - 3 * lane, 0)
     t = _pointer(loose, types.uint8)
     _fill_bytes(v, t, lane, full, low, inverse, h, base, bits)
@@ -473,6 +480,42 @@ def _fill(
         h = U32(h + _GOLDEN)
     if bits < 8:
         _pack(loose, n, bits, codes)
+
+
+@_plain
+def _fill(
+    values: int, n: int, bits: int, levels: int, h: Any, inverse: Any, codes: int, side: int, spare: int, warped: int
+) -> None:
+    """The codes of a group whose side words are known."""
+    low = _float(U32(_pointer(side, types.uint16)[0]) << 16)
+    if levels:
+        _warp(values, n, (1 << bits) - 1, levels, low, inverse, warped)
+        values, low, inverse = warped, _ZERO, _ONE
+    base = _base(h, bits)
+    if n != USUAL:
+        if bits == 2 and n & 3 == 0:
+            _fill_quarters(values, codes, n, low, inverse, h, base)
+        elif bits == 4 and n & 3 == 0:
+            _fill_halves(values, codes, n, low, inverse, h, base)
+        else:
+            _fill_any(values, n, bits, low, inverse, h, base, codes, spare)
+    elif bits == 1:
+        _fill_1(values, codes, n, low, inverse, h, base)
+    elif bits == 2:
+        _fill_2(values, codes, n, low, inverse, h, base)
+    elif bits == 3:
+        _fill_3(values, codes, n, low, inverse, h, base)
+    elif bits == 4:
+        _fill_4(values, codes, n, low, inverse, h, base)
+    elif bits == 5:
+        _fill_5(values, codes, n, low, inverse, h, base)
+    elif bits == 6:
+        _fill_6(values, codes, n, low, inverse, h, base)
+    elif bits == 7:
+        _fill_7(values, codes, n, low, inverse, h, base)
+    else:
+        v, p = _pointer(values, types.float32), _pointer(codes, types.uint8)
+        _fill_bytes(v, p, USUAL // 4, USUAL // 4, low, inverse, h, base, 8)
 
 
 # ---------------------------------------------------------------- 8-bit floats

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import ctypes
 import datetime
+import gc
 import itertools
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,8 @@ import torch
 import lowtide
 from cases import BATCH, METHODS, SUBJECTS, checkpoint_blocks, step
 from lowtide import codecs
-from lowtide.tools.measure import peak_above, run_child
+from lowtide.tools.malloc import TUNABLES
+from lowtide.tools.measure import peak_above, reset_peak, resident, run_child
 
 RESULTS = Path(__file__).parent / "results"
 FIELDS = [
@@ -156,7 +162,8 @@ def run_codec(table: Table, full: bool) -> None:
 # ---------------------------------------------------------------- step: time and peak of a training step
 
 
-WARM = 2  # rounds before time counts: the first compiles, and what it showed an adaptive method shapes the second
+WARM = 4  # steps before time counts: the first compiles, and an adaptive method measures in steps 1 and 3
+ALLOCATORS = ("default", "tuned")
 
 
 def tune(kind: str) -> None:
@@ -164,29 +171,40 @@ def tune(kind: str) -> None:
         raise RuntimeError("this system's allocator cannot be tuned")
 
 
-def time_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
-    """Seconds of a step in each mode, interleaved. The checkpointed model is a copy of its own."""
+def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
+    """Seconds, page faults and peak of the steps of one mode, which is all that this process ever runs.
+
+    The peak is that of the steps whose time counts. Rest is what stays when they are over and freed memory is given
+    back: weights, inputs, code.
+    """
     tune(argument["allocator"])
-    subjects = {}
-    for mode in argument["modes"]:
-        kind = "checkpoint" if mode == "checkpoint" else "plain"
-        if kind not in subjects:
-            torch.manual_seed(0)
-            subjects[kind] = SUBJECTS[argument["subject"]](argument["batch"])
-            if kind == "checkpoint":
-                checkpoint_blocks(subjects[kind])
-    found: dict[str, list[float]] = {mode: [] for mode in argument["modes"]}
-    for repeat in range(argument["repeats"] + WARM):
-        for mode in argument["modes"]:
-            subject = subjects["checkpoint" if mode == "checkpoint" else "plain"]
-            start = time.perf_counter()
-            step(subject, mode)
-            if repeat >= WARM:
-                found[mode].append(time.perf_counter() - start)
-    steps = argument["repeats"] + WARM
-    sessions = subjects["plain"].sessions
-    deciding = {m: s.tuner_seconds / steps for m, s in sessions.items() if s.tuner_seconds}
-    return {"seconds": found, "deciding": deciding}
+    torch.manual_seed(0)
+    subject = SUBJECTS[argument["subject"]](argument["batch"])
+    if argument["mode"].endswith("checkpoint"):
+        checkpoint_blocks(subject)
+    seconds, kept = [], (0, 0)
+    for number in range(WARM + argument["repeats"]):
+        if number == WARM:
+            reset_peak()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        start = time.perf_counter()
+        kept = step(subject, argument["mode"])
+        seconds.append(time.perf_counter() - start)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    peak = resident("VmHWM")
+    subject.model.zero_grad(set_to_none=True)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return {
+        "time": min(seconds[WARM:]),
+        "first": seconds[0],
+        "measuring": seconds[2],
+        "faults": faults / argument["repeats"],
+        "process": peak,
+        "peak": peak - resident("VmRSS"),
+        "plain": kept[0],
+        "stored": kept[1],
+    }
 
 
 def peak_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
@@ -207,76 +225,89 @@ def peak_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     return {"peak": peak_above(run), "plain": kept[0], "stored": kept[1]}
 
 
+UNITS = {
+    "time": "s",
+    "first": "s",
+    "measuring": "s",
+    "faults": "",
+    "process": "B",
+    "peak": "B",
+    "plain": "B",
+    "stored": "B",
+}
+
+
 def measure_steps(
-    table: Table,
-    case: str,
-    subject: str,
-    batch: int,
-    modes: list[str],
-    repeats: int,
-    allocators: tuple[str, ...],
+    table: Table, case: str, subject: str, batch: int, modes: list[str], rounds: int, allocator: str, busy: bool = False
 ) -> None:
-    peaks: dict[str, dict[str, Any]] = {}
+    """One process for each mode, by turns, in rounds; of each metric the median over rounds is printed."""
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    label = f"{allocator}, busy" if busy else allocator
+    for _ in range(rounds):
+        for mode in modes:
+            argument = {"subject": subject, "batch": batch, "mode": mode, "allocator": allocator, "repeats": 4}
+            with tunables(allocator), load() if busy else contextlib.nullcontext():
+                found[mode].append(run_child("run:step_child", argument, exact_rss=False))
+    common = {"case": case, "subject": subject, "size": batch, "allocator": label}
+    middle = {m: {k: statistics.median(f[k] for f in those) for k in UNITS} for m, those in found.items()}
+    print(f"\n{subject}, batch {batch}, {label}")
     for mode in modes:
-        argument = {"subject": subject, "batch": batch, "mode": mode, "allocator": "default"}
-        peaks[mode] = run_child("run:peak_child", argument, exact_rss=True)
-        common = {"case": case, "subject": subject, "size": batch, "mode": mode}
-        table.add([peaks[mode]["peak"]], **common, metric="peak", unit="B")
-        if peaks[mode]["plain"]:
-            table.add([peaks[mode]["plain"]], **common, metric="plain", unit="B")
-            table.add([peaks[mode]["stored"]], **common, metric="stored", unit="B")
-    for allocator in allocators:
-        argument = {
-            "subject": subject,
-            "batch": batch,
-            "modes": modes,
-            "repeats": repeats,
-            "allocator": allocator,
-        }
-        child = run_child("run:time_child", argument, exact_rss=False)
-        found = child["seconds"]
-        for mode, seconds in child["deciding"].items():
-            common = {"case": case, "subject": subject, "size": batch, "mode": mode, "allocator": allocator}
-            table.add([seconds], **common, metric="deciding", unit="s")
-        for mode in modes:
-            table.add(
-                found[mode],
-                case=case,
-                subject=subject,
-                size=batch,
-                mode=mode,
-                allocator=allocator,
-                metric="time",
-                unit="s",
-            )
-        plain = statistics.median(found["plain"])
-        print(f"\n{subject}, batch {batch}, {allocator} allocator: plain step {plain:.3f} s, "
-              f"peak {peaks['plain']['peak'] / 2**20:.0f} MiB")  # fmt: skip
-        for mode in modes:
-            kept = peaks[mode]
-            ratio = f"kept {kept['plain'] / kept['stored']:5.1f}x less" if kept["stored"] else ""
-            print(
-                f"  {mode:22s} time {statistics.median(found[mode]) / plain:5.2f}x"
-                f"  peak {kept['peak'] / peaks['plain']['peak']:5.2f}x  {ratio}"
-            )
+        for metric, unit in UNITS.items():
+            if middle[mode][metric]:
+                table.add([f[metric] for f in found[mode]], **common, mode=mode, metric=metric, unit=unit)
+        own, base = middle[mode], middle["bf16" if mode.startswith("bf16") else "plain"]
+        ratio = f"kept {own['plain'] / own['stored']:5.1f}x less" if own["stored"] else ""
+        peak, process = (own[key] / 2**20 for key in ("peak", "process"))
+        print(
+            f"  {mode:16s} time {own['time']:6.3f} s {own['time'] / base['time']:5.2f}x  first {own['first']:5.1f} s  "
+            f"peak {peak:5.0f} MiB {own['peak'] / base['peak']:5.2f}x  process {process:5.0f} MiB  "
+            f"{own['faults'] / 1e3:5.0f}k faults  {ratio}",
+            flush=True,
+        )
+
+
+@contextlib.contextmanager
+def tunables(allocator: str) -> Iterator[None]:
+    """What a tuned process has to be started with."""
+    before = os.environ.get("GLIBC_TUNABLES")
+    if allocator == "tuned":
+        os.environ["GLIBC_TUNABLES"] = TUNABLES
+    try:
+        yield
+    finally:
+        os.environ.pop("GLIBC_TUNABLES", None)
+        if before is not None:
+            os.environ["GLIBC_TUNABLES"] = before
+
+
+@contextlib.contextmanager
+def load() -> Iterator[None]:
+    """Every core kept busy by another process meanwhile."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 NETWORKS = ("resnet50", "resnet20", "bert", "gpt2", "unet3d")
 
 
-def run_step(table: Table, full: bool, chosen: list[str] | None = None) -> None:
-    short = ["plain", "division", "actnn", "auto", "checkpoint"]
-    every = ["plain", *METHODS, "checkpoint", "bf16", "bf16+division", "bf16+actnn"]
+def run_step(table: Table, full: bool, chosen: list[str] | None = None, rounds: int = 2) -> None:
+    short = ["plain", "checkpoint", "division", "actnn", "auto"]
+    half = ["bf16", "bf16+division", "bf16+auto"]
     for subject in chosen or (NETWORKS if full else ("resnet50", "bert")):
-        measure_steps(
-            table,
-            "step",
-            subject,
-            BATCH[subject],
-            every if full else [m for m in short if subject != "bert" or m != "actnn"],  # there the same as division
-            5 if full else 3,
-            ("default", "tuned"),
-        )
+        modes = ["plain", "checkpoint", *METHODS, *half, "bf16+actnn"] if full else short
+        if subject == "bert":  # without maps actnn is the same as division
+            modes = [mode for mode in modes if "actnn" not in mode]
+        if subject == "resnet50" and not full:
+            modes += half
+        measure_steps(table, "step", subject, BATCH[subject], modes, rounds, "tuned")
+        measure_steps(table, "step", subject, BATCH[subject], short, 1, "default")
+        if subject == "resnet50":
+            measure_steps(table, "step", subject, BATCH[subject], ["plain", "division", "auto"], 1, "tuned", busy=True)
 
 
 # ---------------------------------------------------------------- limits: what bounds a codec and a compressed step
@@ -483,9 +514,9 @@ def run_overhead(table: Table, full: bool) -> None:
 def run_scaling(table: Table, full: bool) -> None:
     modes = ["plain", "division", "checkpoint"]
     for depth in (10, 25, 50, 100, 200) if full else (10, 50):
-        measure_steps(table, "scaling", f"depth-{depth}", 2048, ["plain", "actnn"], 5, ("default",))
+        measure_steps(table, "scaling", f"depth-{depth}", 2048, ["plain", "actnn"], 2, "tuned")
     for batch in (1, 4, 16, 64) if full else (1, 8):
-        measure_steps(table, "scaling", "resnet50", batch, modes, 3, ("default",))
+        measure_steps(table, "scaling", "resnet50", batch, modes, 1, "tuned")
 
 
 CASES = {"codec": run_codec, "step": run_step, "overhead": run_overhead, "limits": run_limits, "scaling": run_scaling}
@@ -496,6 +527,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"any of {', '.join(CASES)}; default: codec step overhead")
     parser.add_argument("--full", action="store_true", help="every size, subject and mode")
     parser.add_argument("--network", action="append", choices=NETWORKS, help="for step: this one alone (repeatable)")
+    parser.add_argument("--rounds", type=int, default=2, help="for step: processes of each mode (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS / "latest.csv")
     given = parser.parse_args()
     unknown = set(given.cases) - set(CASES)
@@ -507,7 +539,7 @@ def main() -> None:
     table = Table(given.out)
     for name in cases:
         if name == "step":
-            run_step(table, given.full, given.network)
+            run_step(table, given.full, given.network, given.rounds)
         else:
             CASES[name](table, given.full)
     print(f"\n{len(table.rows)} rows appended to {given.out}")

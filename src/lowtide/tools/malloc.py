@@ -10,6 +10,11 @@ from __future__ import annotations
 import ctypes
 import platform
 
+TUNABLES = "glibc.malloc.tcache_count=0"
+"""For the environment variable GLIBC_TUNABLES, which glibc reads when a process starts and never again. Without it
+small freed blocks stay in caches of threads, where they keep large free blocks around them from becoming one."""
+
+_M_MXFAST = 1
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _NEVER = 2**31 - 1
@@ -34,4 +39,4 @@ def tune_cpu_allocator() -> bool:
     if not can_tune():
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    return all(mallopt(what, value) for what, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_MXFAST, 0)))

@@ -148,15 +148,21 @@ def peak_above(run: Callable[[], object]) -> int:
     """
     gc.collect()
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
     except OSError:
         return _tensor_peak(run)
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     run()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _resident(field: str) -> int:
+def reset_peak() -> None:
+    """Let the peak of resident memory (``VmHWM``) begin anew; OSError where the system cannot."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(field: str) -> int:
+    """A line of ``/proc/self/status`` in bytes: ``VmRSS``, resident memory now, or ``VmHWM``, its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.codecs import GroupQuant
+from lowtide.codecs import BlockMean, GroupQuant, TensorMeta
+from lowtide.graph.capture import Site
 from lowtide.graph.rules import Need
+from lowtide.policy.policy import Policy
 from lowtide.policy.solve import allocate
-from lowtide.policy.use import least_bits, statistic_bits
+from lowtide.policy.use import Use, least_bits, statistic_bits
 
 METHODS = ("division", "actnn", "gact", "blpa", "tinyscript", "lowrank")
 
@@ -58,6 +60,8 @@ def test_the_greatest_of_both_reasons_counts() -> None:
     assert least_bits(Need.PROPAGATE, 768) == 4
     assert least_bits(Need.PROPAGATE, 16) == 8
     assert least_bits(Need.EXPONENT, 10**6) == 8
+    assert least_bits(Need.BATCH, 16 * 136, rectified=True) == 4
+    assert least_bits(Need.BATCH, 16 * 137, rectified=True) == 3
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,15 @@ def test_norms_get_the_bits_of_their_statistics(norm: nn.Module, shape: tuple[in
     torch.manual_seed(0)
     model = nn.Sequential(nn.PReLU(), norm)  # a tensor of its own, which somebody else made
     assert expected in bits_of(model, torch.randn(shape))["1"]
+
+
+def test_a_norm_of_rectified_values_gets_more() -> None:
+    for before, expected in ((nn.PReLU(), "2 bits"), (nn.ReLU(), "4 bits")):
+        model = nn.Sequential(nn.Conv2d(8, 8, 1), before, nn.BatchNorm2d(8))
+        with lowtide.compress(model, "actnn", min_numel=0) as session:
+            model(torch.randn(4, 8, 14, 14)).sum().backward()
+        found = [row.codec for row in session.report().sites if row.site.module in ("1", "2")]
+        assert any(f"group_quant({expected})" in codec for codec in found), found
 
 
 def test_constant_statistics_average_nothing() -> None:
@@ -122,6 +135,25 @@ def test_what_needs_more_is_not_rebuilt_from_less() -> None:
     for size, expected in ((2, "8 bits"), (8, "rebuilt")):
         found = bits_of(model, torch.randn(4, 3, size, size), "division", derive=True)
         assert expected in found["2"], found
+
+
+def test_a_part_of_a_batch_has_the_bits_of_the_whole() -> None:
+    """As in the probes of a guard: what they tell must be true of the batch."""
+    model = nn.Linear(1, 1)
+    site = Site("norm", "NativeBatchNorm", "input", 0)
+    policy = Policy(lowtide.Division(), model, 0, False)
+
+    def bits(policy: Policy, samples: int) -> int:
+        shape = (samples, 8, 16, 16)
+        tensor = torch.randn(shape)
+        use = Use(Need.BATCH, TensorMeta.of(tensor), True, (site,), sharing=samples * 256)
+        codec = policy.choose(use, tensor, None).codec
+        assert isinstance(codec, BlockMean)
+        return codec.bits
+
+    assert (bits(policy, 16), bits(policy, 1)) == (2, 3)
+    whole = Policy(lowtide.Division(), model, 0, False)
+    assert (bits(whole, 16), bits(whole.like(model, 1 / 16), 1)) == (2, 2)
 
 
 # ---------------------------------------------------------------- tuners

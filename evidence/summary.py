@@ -120,11 +120,6 @@ class Table(NamedTuple):
         return {arm: {seed: float(own[seed]["accuracy"]) for seed in sorted(own)} for arm, own in self.arms.items()}
 
     @property
-    def controls(self) -> list[float]:
-        """Accuracies of all arms that can lose nothing."""
-        return [value for arm in CONTROLS for value in self.accuracies.get(arm, {}).values()]
-
-    @property
     def deviation(self) -> Deviation:
         return deviation_of(list(own.values()) for own in self.accuracies.values())
 

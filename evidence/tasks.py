@@ -149,7 +149,7 @@ def words(numbers: Tensor, generator: torch.Generator | None) -> Tensor:
 class Papers:
     """A citation graph as one batch: 20 labels of each class to train with, 1000 other nodes to test with."""
 
-    steps = 20  # between two looks at the test set
+    steps = 20  # in what counts as an epoch
 
     def __init__(self, graph: data.Graph, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -8,7 +8,7 @@
 Arms that imitate the noise of another read its size from the rows of ``evidence.noise``.
 
 A run that is stopped goes on from its last epoch when the same command is given again. Delete a row of the CSV to run
-it anew. Accuracy is that of the last epoch, whatever epochs before it had.
+it anew. Accuracy is that after the last epoch; the test set is not looked at before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Job(NamedTuple):
 
 
 FIELDS = [
-    *("task", "arm", "seed", "accuracy", "loss", "epochs", "accuracies", "ratio", "stored_nbytes", "plain_nbytes"),
+    *("task", "arm", "seed", "accuracy", "loss", "epochs", "ratio", "stored_nbytes", "plain_nbytes"),
     *("cpu_seconds", "method", "options"),
     *("date", "commit", "machine", "threads", "python", "torch", "numba", "lowtide"),
 ]
@@ -101,10 +101,6 @@ def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
     while state["epoch"] < epochs:
         began = time.process_time()
         state["loss"] = train_epoch(problem, parts, job, state["epoch"])
-        model.eval()
-        with torch.no_grad():
-            state["accuracies"].append(problem.accuracy(model))
-        model.train()
         state["epoch"] += 1
         if handle is not None:
             report = handle.report()
@@ -115,11 +111,13 @@ def run(job: Job, epochs: int | None = None) -> dict[str, Any]:
         if time.monotonic() - saved > _PAUSE:
             _save(job, parts, state)
             saved = time.monotonic()
+    model.eval()
+    with torch.no_grad():
+        accuracy = problem.accuracy(model)
     row = job._asdict() | {
-        "accuracy": state["accuracies"][-1],
+        "accuracy": accuracy,
         "loss": state["loss"],
         "epochs": state["epoch"],
-        "accuracies": " ".join(f"{a:.2f}" for a in state["accuracies"]),
         "cpu_seconds": round(state["cpu_seconds"], 1),
         "method": arm.method or "",
         "options": arm.label(),
@@ -215,7 +213,7 @@ def _resumed(job: Job, parts: dict[str, Any]) -> dict[str, Any]:
     path = _place(job)
     if not path.exists():
         commit = environment()["commit"]
-        return {"epoch": 0, "accuracies": [], "loss": math.nan, "cpu_seconds": 0.0, "commit": commit}
+        return {"epoch": 0, "loss": math.nan, "cpu_seconds": 0.0, "commit": commit}
     held = torch.load(path, weights_only=False)  # our own file
     for name, part in parts.items():
         if part is not None:

@@ -89,7 +89,7 @@ def test_arms_see_the_same_weights_and_batches(task):
         exact, lossless = (run(Job("tiny", arm, 0)) for arm in ("exact", "lossless"))
     finally:
         del ARMS["lossless"]
-    assert (exact["accuracies"], exact["loss"]) == (lossless["accuracies"], lossless["loss"])
+    assert (exact["accuracy"], exact["loss"]) == (lossless["accuracy"], lossless["loss"])
 
 
 def test_a_run_that_diverges_ends_and_says_so(task, monkeypatch):

@@ -249,6 +249,16 @@ TASKS = {
         one_cycle=False,
         paired=True,
     ),
+    "cifar-nine": Task(
+        title="CIFAR-10, ResNet-14, 9 epochs",
+        epochs=9,
+        arms=dict.fromkeys((EXACT, "division", "actnn", "pool"), 3),
+        more=("auto", NULL),
+        build=_channels_last(functools.partial(nets.resnet14, 24, stem=16, strides=(2, 2, 2))),
+        load=_cifar(128),
+        optimizer=functools.partial(_SGD, weight_decay=2e-4),
+        rate=0.2,
+    ),
     "cifar-wide": Task(
         title="CIFAR-10, wide ResNet-14, 3 epochs",
         epochs=3,

@@ -96,6 +96,8 @@ class ActNN(Method):
     their ranges in every step, layers by the gradients of every ``refresh``-th. ``bits`` replaces a level's own; a
     fraction goes with L3. L4 and L5 are L3 with the codes in host memory (the same on a CPU) or in memory that a file
     backs, which the system may write out.
+
+    A narrow ResNet-14 on CIFAR-10 lost 1.7 points with it in nine epochs (docs/evidence.md).
     """
 
     name: ClassVar[str] = "actnn"
@@ -139,7 +141,10 @@ class ActNN(Method):
 
 @dataclass(frozen=True)
 class Division(Method):
-    """Block means in bfloat16 plus a coarse difference for maps (Wang et al. 2023), groups elsewhere."""
+    """Block means in bfloat16 plus a coarse difference for maps (Wang et al. 2023), groups elsewhere.
+
+    A narrow ResNet-14 on CIFAR-10 lost 1.4 points with it in nine epochs (docs/evidence.md).
+    """
 
     name: ClassVar[str] = "division"
     block: int = 8

@@ -4,8 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
+# Apart, because transformers cannot be imported beside a torchvision whose compiled part does not load.
+ZOO := .venv-zoo
 
-.PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived clean
+.PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
+        evidence-safety clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -58,5 +61,13 @@ evidence-memory: $(READY)
 evidence-derived: $(EVIDENCE)
 	$(BIN)/python -m evidence.derived
 
+$(ZOO)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ZOO)
+	$(ZOO)/bin/python -m pip install --quiet -c constraints.txt -e '.[zoo]'
+	touch $@
+
+evidence-safety: $(ZOO)/.ready
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m evidence.safety
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist
+	rm -rf $(VENV) $(ZOO) .mypy_cache .pytest_cache .ruff_cache dist

@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
+NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
 .PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived clean
 
@@ -34,10 +35,10 @@ check: lint
 	$(BIN)/python -m pytest
 
 bench: $(READY)
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py --out benchmarks/results/$(NOW)
 
 bench-full: $(READY)
-	$(BIN)/python benchmarks/run.py --full
+	$(BIN)/python benchmarks/run.py --full --rounds 3 --out benchmarks/results/$(NOW)
 
 $(EVIDENCE): $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[evidence]'

@@ -33,8 +33,9 @@ from torch import nn
 
 import benchmarks.nets
 import lowtide
+from benchmarks.run import environment
 from evidence import data, fidelity, nets, tasks
-from evidence.fidelity import RESULTS, environment
+from evidence.fidelity import RESULTS
 from evidence.tasks import ARMS, TASKS, Batch, Problem
 
 _PAUSE = 60.0

@@ -26,7 +26,7 @@ def ratio(model, loss, method, **options):
 @pytest.mark.parametrize("method", ["division", "actnn"])
 def test_resnet50_at_224_pixels_keeps_over_eleven_times_less(method):
     model, x, y = resnet50(), torch.randn(4, 3, 224, 224), torch.randint(1000, (4,))
-    # Of four images 196 values share a statistic in the last maps, so these have 3 bits; of more images 2.
+    # Of four images 196 values share a statistic in the last maps, whose inputs therefore have 3 bits; with more images 2.
     assert ratio(model, lambda: F.cross_entropy(model(x.clone()), y), method, bits=2) >= 11.4
 
 
@@ -38,11 +38,11 @@ def test_bert_base_with_dropout_keeps_over_six_times_less():
 
 def test_measured_peak_falls_below_plain_and_checkpointing():
     """ResNet-50 in child processes, at a quarter of the benchmark's batch; there the margin is wider."""
-    common = {"subject": "resnet50", "size": 4, "precision": "float32", "allocator": "default"}
-    peak = {}
-    for mode in ("plain", "checkpoint", "division"):
-        argument = common | {"mode": mode, "least": 1, "seconds": 0.0}
-        found = run_child("steps:step_child", argument, exact_rss=True)
-        peak[mode] = found["peak"] - found["rest"]
+    peak = {
+        mode: run_child(
+            "run:peak_child", {"subject": "resnet50", "batch": 4, "mode": mode, "allocator": "default"}, exact_rss=True
+        )["peak"]
+        for mode in ("plain", "checkpoint", "division")
+    }
     assert peak["division"] < 0.55 * peak["plain"], peak
     assert peak["division"] < peak["checkpoint"], peak

@@ -26,7 +26,7 @@ def ratio(model, loss, method, **options):
 @pytest.mark.parametrize("method", ["division", "actnn"])
 def test_resnet50_at_224_pixels_keeps_over_eleven_times_less(method):
     model, x, y = resnet50(), torch.randn(4, 3, 224, 224), torch.randint(1000, (4,))
-    # Of four images 196 values share a statistic in the last maps, whose inputs therefore have 3 bits; with more images 2.
+    # Of four images 196 values share a statistic in the last maps, so these have 3 bits; of more images 2.
     assert ratio(model, lambda: F.cross_entropy(model(x.clone()), y), method, bits=2) >= 11.4
 
 

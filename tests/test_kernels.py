@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowtide import kernels
-from lowtide.kernels import backends, cpu, layout, ops, reference
+from lowtide.kernels import backends, compiled, cpu, layout, ops, reference
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = [1, 2, 3, 5, 7, 8, 13, 64, 97, 255, 256, 257, 1000, 1021, 4096, 4097]
@@ -1076,14 +1077,30 @@ def test_a_broken_cache_is_filled_again(tmp_path: Path) -> None:
 def test_the_cache_looks_at_every_file(tmp_path: Path) -> None:
     """A kernel contains the numbers of ``layout``, a file that Numba's own key does not know of."""
     code = """
-        from lowtide.kernels import cpu, layout
+        from lowtide.kernels import layout
+        assert 'lowtide.kernels.cpu' not in sys.modules
         class Other:
             get_data = staticmethod(lambda path: b'other numbers')
         layout.__loader__ = Other if {other} else layout.__loader__
+        from lowtide.kernels import cpu
         cpu.compile('unpack_uints')
     """
     for other, notice in ((False, NOTICE), (True, NOTICE), (False, "")):
         assert run(code.format(other=other), NUMBA_CACHE_DIR=str(tmp_path)).stderr == notice
+
+
+def test_no_two_compiled_functions_share_a_name() -> None:
+    """Kernels of one name from the cache of different processes are taken for one by the linker."""
+    dispatcher = type(compiled._fill)
+    found, new = {}, [f for f in vars(compiled).values() if isinstance(f, dispatcher)]
+    while new:
+        function = new.pop()
+        if id(function) not in found:
+            found[id(function)] = function.py_func.__qualname__
+            cells = [cell.cell_contents for cell in function.py_func.__closure__ or ()]
+            new += [f for f in cells if isinstance(f, dispatcher)]
+    assert len(found) > 100
+    assert [name for name, count in Counter(found.values()).items() if count > 1] == []
 
 
 def test_no_place_for_a_cache() -> None:

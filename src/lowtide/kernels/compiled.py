@@ -52,6 +52,21 @@ def _plain(function: F) -> F:
     return cast(F, numba.njit(error_model="numpy")(function))
 
 
+def _variant(*known: int) -> Callable[[F], F]:
+    """Gives a function that knows these numbers a name of its own.
+
+    Numba names machine code by the name of its function and a counter of the process. Kernels from the cache were
+    compiled in different processes, so two of them may hold different variants under one name, and the linker then
+    gives the second kernel the code of the first.
+    """
+
+    def rename(function: F) -> F:
+        function.__qualname__ += "_" + "_".join(map(str, known))
+        return function
+
+    return rename
+
+
 def _intrinsic(function: Callable[..., Any]) -> Any:
     return numba.extending.intrinsic(prefer_literal=True)(function)
 
@@ -421,6 +436,7 @@ def _encoder(bits: int, values_known: int) -> Any:
     """
 
     @_plain
+    @_variant(bits, values_known)
     def encode(values: int, codes: int, n: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
         v, p, lane = _pointer(values, types.float32), _pointer(codes, types.uint8), (values_known or n) >> 2
         if bits & 1:
@@ -736,6 +752,7 @@ def _decoder(bits: int, values_known: int) -> Any:
     place, mask, half = 15 - bits, 0xFF << (15 - bits), 2**bits + 0.5
 
     @_inline
+    @_variant(bits, values_known)
     def levels(c: Any, v: Any, lane: int, first: int, last: int, late: int, low: Any, step: Any) -> None:
         for j in range(first, last):
             x, y, z, t = _codes_of_four(c, j, lane, bits, late)
@@ -743,6 +760,7 @@ def _decoder(bits: int, values_known: int) -> Any:
             v[j + 2 * lane], v[j + 3 * lane] = _level(z, low, step), _level(t, low, step)
 
     @_inline
+    @_variant(bits, values_known)
     def dithered(
         c: Any, v: Any, lane: int, first: int, last: int, late: int, low: Any, step: Any, h: Any, base: Any
     ) -> None:
@@ -757,6 +775,7 @@ def _decoder(bits: int, values_known: int) -> Any:
             h = U32(h + _GOLDEN)
 
     @_plain
+    @_variant(bits, values_known)
     def decode(codes: int, values: int, n: int, low: Any, step: Any, dither: int, h: Any, base: Any) -> None:
         c, v, lane = _pointer(codes, types.uint8), _pointer(values, types.float32), (values_known or n) >> 2
         middle = lane >> 1 if bits & 1 else lane

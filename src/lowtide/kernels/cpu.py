@@ -76,11 +76,14 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
+_SOURCES = _sources()  # now: a file that changes later is not what this process compiles
+
+
 class _Cache(caching.FunctionCache):  # type: ignore[misc]
     """Numba's cache of a function, which looks at every file the function is made of, and whose files may be broken."""
 
     def _index_key(self, *arguments: Any) -> Any:
-        return (*super()._index_key(*arguments), _sources())
+        return (*super()._index_key(*arguments), _SOURCES)
 
     def load_overload(self, *arguments: Any) -> Any:
         try:

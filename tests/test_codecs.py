@@ -69,6 +69,8 @@ CODECS: list[Codec] = [
     *(GroupQuant(b, 50, "sample", LEVELS[b]) for b in LEVELS),
     *(GroupQuant(b, 50, "sample", dither=True) for b in (1, 2, 3, 8)),
     *(BlockMean(4, 2, b, 50, dither=True) for b in (2, 4)),
+    *(GroupQuant(b, g, "channel", dither=b == 3) for b, g in ((1, 13), (2, 256), (3, 50), (8, 64))),
+    GroupQuant(2, 40, "channel", LEVELS[2]),
     SampleQuant((3, 8), 50),
     BlockMean(4, 2, 2, 50, levels=(0.0, 0.25, 0.6, 1.0)),
     BlockMean(4, 2, 3, 50, True, (0.0, 0.1, 0.25, 0.4, 0.5, 0.7, 0.9, 1.0)),
@@ -268,7 +270,7 @@ def test_lossless_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype, st
         (lambda: GroupQuant(group=0), "group must be a whole number of at least 1; got 0"),
         (lambda: GroupQuant(group=True), "group must be a whole number of at least 1; got True"),
         (lambda: GroupQuant(group=2.5), "group must be a whole number of at least 1; got 2.5"),
-        (lambda: GroupQuant(layout="x"), "layout must be one of row, sample, flat; got 'x'"),
+        (lambda: GroupQuant(layout="x"), "layout must be one of row, sample, flat, channel; got 'x'"),
         (lambda: BlockMean(block=0), "block must be a whole number of at least 1; got 0"),
         (lambda: BlockMean(dims=4), "dims must be one of 1, 2, 3; got 4"),
         (lambda: BlockMean(dims=2.0), "dims must be one of 1, 2, 3; got 2.0"),
@@ -471,6 +473,8 @@ def _spoilt(codec: Codec, shape: tuple[int, ...], at: tuple[int, ...]) -> Tensor
     elif isinstance(codec, Cast):
         row = shape[-1] if group else hit.numel()
         group = group or row
+    elif isinstance(codec, GroupQuant) and codec.layout == "channel":
+        return _spoilt_channel(hit, at, codec.group)
     elif isinstance(codec, GroupQuant):
         row = {"row": shape[-1], "sample": row, "flat": hit.numel()}[codec.layout]
     lines = hit.view(-1, row).clone()
@@ -478,6 +482,25 @@ def _spoilt(codec: Codec, shape: tuple[int, ...], at: tuple[int, ...]) -> Tensor
         for start in range(0, row, group):
             line[start : start + group] = bool(line[start : start + group].any())
     return lines.view(shape)
+
+
+def _spoilt_channel(hit: Tensor, at: tuple[int, ...], group: int) -> Tensor:
+    """In a contiguous tensor: the run of the map, or the maps of the channel in the samples of a block."""
+    area, hit = math.prod(hit.shape[2:]), hit.clone()
+    if area < group:
+        samples = _block(area, group)
+        hit[at[0] // samples * samples :][:samples, at[1]] = True
+    else:
+        line = hit[at[0], at[1]].view(-1)
+        first = int(line.nonzero()) // group * group
+        line[first : first + group] = True
+    return hit
+
+
+def _block(area: int, group: int) -> int:
+    """How many maps a group has: as many as fit, with a number of values that four divides if that is possible."""
+    fit = [n for n in range(1, group // area + 1) if n * area % 4 == 0]
+    return fit[-1] if fit else group // area
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -1075,7 +1098,14 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize(
     "codec",
-    [GroupQuant(2, 256, "sample"), GroupQuant(4, 12), SampleQuant((2, 4, 1)), BlockMean(8, 2, 2), BlockMean(3, 2, 4)],
+    [
+        GroupQuant(2, 256, "sample"),
+        GroupQuant(4, 12),
+        GroupQuant(2, 200, "channel"),
+        SampleQuant((2, 4, 1)),
+        BlockMean(8, 2, 2),
+        BlockMean(3, 2, 4),
+    ],
     ids=_ids,
 )
 @pytest.mark.parametrize("shape", [(3, 8, 16, 24), (3, 5, 7, 11)], ids=str)
@@ -1171,9 +1201,77 @@ def test_samples_do_not_touch_each_other(codec: Codec, form: torch.memory_format
         assert same.tolist() == [True, True, False, True]
 
 
+CHANNELS = [
+    (5, 19, 7, 7),
+    (3, 4, 14, 14),
+    (2, 3, 20, 17),
+    (40, 5, 3, 3),
+    (3, 33, 9, 11),
+    (1, 16, 2, 2),
+    (13, 7),
+    (6, 20, 5),
+]
+
+
+@pytest.mark.parametrize("form", ["contiguous", "channels last"])
+@pytest.mark.parametrize("shape", CHANNELS, ids=str)
+@pytest.mark.parametrize("group", [256, 40])
+def test_groups_follow_channels(shape: tuple[int, ...], form: str, group: int) -> None:
+    """Each group has the range of what its channel has of a block, found by a plain loop over the tensor in memory.
+
+    The low word is the largest bfloat16 not above the smallest value, the step the smallest that reaches the largest.
+    """
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(61)) * (1 + torch.arange(shape[1])).view(
+        1, -1, *[1] * (len(shape) - 2)
+    )
+    if form == "channels last":
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+        lines = x.movedim(1, -1).reshape(-1, shape[1], 1)
+    else:
+        lines = x.reshape(shape[0], shape[1], -1)
+    outer, channels, inner = lines.shape
+    step = max(1, _block(inner, group) if inner <= group else 1)
+    wanted = []
+    for first in range(0, outer, step) if inner < group else range(outer):
+        for channel in range(channels):
+            if inner < group:
+                wanted.append(lines[first : first + step, channel].reshape(-1))
+            else:
+                wanted.extend(lines[first, channel].split(group))
+    codec = GroupQuant(8, group, "channel")
+    packed = codec.encode(x, key=62)
+    low, width = _bfloat(packed.buffers[1].numpy().view(np.uint16)).reshape(-1, 2).astype(np.float64).T
+    assert len(low) == len(wanted)
+    assert packed.nbytes == x.numel() + 4 * len(wanted) == codec.packed_nbytes(TensorMeta.of(x))
+    for words, values, start, size in zip(packed.buffers[1].view(-1, 2), wanted, low, width, strict=True):
+        smallest, largest = (float(v) for v in values.aminmax())
+        if smallest == largest:
+            assert int(words[1]) < 0  # a constant, which has no step
+            continue
+        assert start <= smallest <= start + abs(start) * 2.0**-7
+        assert (largest - start) / 255 <= size * (1 + 2.0**-20)
+        assert size <= (largest - start) / 255 * (1 + 2.0**-6)
+    out = packed.decode()
+    assert out.stride() == x.stride()
+    reach = (x.abs().amax(dim=[d for d in range(x.dim()) if d != 1], keepdim=True) * 2 / 255) * (1 + 2.0**-6)
+    assert bool(((out - x).abs() <= reach).all())
+
+
+def test_channels_of_their_own_have_smaller_errors() -> None:
+    """Channels whose spreads differ by 2**7: across them a group has the widest one's step for all."""
+    spread = 2.0 ** torch.linspace(0, 7, 32)
+    x = torch.randn(4, 32, 16, 16, generator=torch.Generator().manual_seed(63)) * spread.view(1, -1, 1, 1)
+    x = x.contiguous(memory_format=torch.channels_last)
+    error = {}
+    for layout in ("sample", "channel"):
+        out = GroupQuant(4, 256, layout, dither=True).encode(x, key=64).decode()
+        error[layout] = float(((out - x).square().mean((0, 2, 3)) / spread.square()).mean())
+    assert error["channel"] < error["sample"] / 20
+
+
 def test_layouts_differ_where_they_should() -> None:
     meta = TensorMeta((4, 3, 10), (30, 10, 1), torch.float32)
-    groups = {"row": 12 * 2, "sample": 4 * 4, "flat": 15}
+    groups = {"row": 12 * 2, "sample": 4 * 4, "flat": 15, "channel": 12 * 2}
     for layout, count in groups.items():
         assert GroupQuant(8, 8, layout).packed_nbytes(meta) == 120 + 4 * count
 
@@ -1463,6 +1561,20 @@ CALLS = {
         for s in (None, _mask)
         for t, k in ((None, None), (_levels, None), (None, 1))
     ],
+    "quantize_channels": [
+        (_flat.to(d), g, 16, 2, 1, p, t)
+        for d in FLOATS
+        for p in (False, True)
+        for g, t in (((20, 6, 1), None), ((5, 6, 4), _levels), ((3, 2, 20), None))
+    ]
+    + [(_flat[:0], (0, 3, 2), 16, 2, 1, False)],
+    "dequantize_channels": [
+        (*reference.quantize_channels(_flat, g, 16, 2, 1, False), g, 16, 2, d, s, t, k)
+        for d in FLOATS
+        for s in (None, _mask)
+        for g in ((20, 6, 1), (5, 6, 4), (3, 2, 20))
+        for t, k in ((None, None), (_levels, None), (None, 1))
+    ],
     "quantize_samples": [(_flat.to(d), _bits, 16, 1, p) for d in FLOATS for p in (False, True)],
     "dequantize_samples": [(_scodes, _sside, _bits, 120, 16, d, s) for d in FLOATS for s in (None, _mask)],
     "cast_groups": [(_flat.to(d), 40, 16, t, s) for d in FLOATS for t in _FP8 for s in (None, torch.ones(1))]
@@ -1538,7 +1650,13 @@ def test_reference_returns_fresh_memory(name: str) -> None:
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize(
-    "family", [GroupQuant(group=64, layout="sample", dither=True), GroupQuant(dither=True), BlockMean(4, dither=True)]
+    "family",
+    [
+        GroupQuant(group=64, layout="sample", dither=True),
+        GroupQuant(dither=True),
+        *(GroupQuant(group=g, layout="channel", dither=True) for g in (64, 450)),
+        BlockMean(4, dither=True),
+    ],
 )
 def test_the_energy_tells_the_error_of_every_number_of_bits(family, bits, positive, memory):
     torch.manual_seed(0)

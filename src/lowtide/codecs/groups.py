@@ -5,6 +5,7 @@ Both codecs here are unbiased: the mean of the decoded tensor over all keys is t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -58,7 +59,9 @@ class GroupQuant(Codec):
 
     ``layout`` names the border that no group crosses. With ``"row"`` a group lies within the innermost dimension in
     memory (the features of a token), with ``"sample"`` within one index of the outermost (the maps of an image). With
-    ``"flat"`` there is no border.
+    ``"flat"`` there is no border. With ``"channel"`` no group mixes channels (dimension 1), whose ranges often differ:
+    a group is a run of values in one map, or, if maps are smaller than groups, what one channel has of several samples
+    or pixels in a row. Tensors without such a dimension are cut as with ``"row"``.
 
     ``levels`` are the values that the codes stand for, as fractions of the group's range: 2**bits numbers from 0.0 to
     1.0. They serve tensors that even levels do not fit (TinyScript, Fu et al. 2020). The variance of a value between
@@ -81,7 +84,7 @@ class GroupQuant(Codec):
     def __post_init__(self) -> None:
         require(self.bits, BITS, "bits")
         require_positive(self.group, "group")
-        require(self.layout, ("row", "sample", "flat"), "layout")
+        require(self.layout, ("row", "sample", "flat", "channel"), "layout")
         require_levels(self.levels, self.bits)
         require_dither(self.dither, self.levels)
 
@@ -100,20 +103,30 @@ class GroupQuant(Codec):
     def _encode(self, tensor: Tensor, key: int, positive: bool, support: Tensor | None) -> Packed:
         require_float(tensor, self)
         flat, meta, layout = flatten(tensor)
-        row = row_of(self.layout, layout, meta.numel)
         levels = steps_of(self.levels, self.bits, tensor.device)
-        codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, positive, levels, support)
+        geometry = self._channels(layout)
+        if geometry is not None:
+            codes, side = ops.quantize_channels(flat, geometry, self.group, self.bits, key, positive, levels, support)
+        else:
+            row = row_of(self.layout, layout, meta.numel)
+            codes, side = ops.quantize_groups(flat, row, self.group, self.bits, key, positive, levels, support)
         return Packed(self, meta, (codes, side), key if self.dither else 0)
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """The value of each code. With ``support`` the zeros of a rectified tensor come back exactly."""
         meta, (codes, side) = packed.meta, packed.buffers
-        row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
+        layout, key = layout_of(meta.shape, meta.stride), packed.key if self.dither else None
         levels = steps_of(self.levels, self.bits, codes.device)
-        flat = ops.dequantize_groups(
-            codes, side, meta.numel, row, self.group, self.bits, meta.dtype, support, levels,
-            packed.key if self.dither else None,
-        )  # fmt: skip
+        geometry = self._channels(layout)
+        if geometry is not None:
+            flat = ops.dequantize_channels(
+                codes, side, geometry, self.group, self.bits, meta.dtype, support, levels, key
+            )  # fmt: skip
+        else:
+            row = row_of(self.layout, layout, meta.numel)
+            flat = ops.dequantize_groups(
+                codes, side, meta.numel, row, self.group, self.bits, meta.dtype, support, levels, key
+            )  # fmt: skip
         return flat.as_strided(meta.shape, meta.stride)
 
     def energy(self, tensor: Tensor, positive: bool) -> float:
@@ -123,12 +136,36 @@ class GroupQuant(Codec):
         With ``positive`` only positive values set ranges and count, as with ``support``.
         """
         flat, meta, layout = flatten(tensor)
-        return energy_of(flat, row_of(self.layout, layout, meta.numel), self.group, flat > 0 if positive else None)
+        geometry = self._channels(layout)
+        if geometry is None or geometry[2] >= self.group or meta.numel == 0:
+            row = row_of(self.layout, layout, meta.numel) if geometry is None else geometry[2]
+            return energy_of(flat, row, self.group, flat > 0 if positive else None)
+        _, channels, inner = geometry
+        total = 0.0
+        for first, last, step, _ in ops.channel_pieces(geometry, self.group):
+            piece = flat.view(geometry)[first:last].view(-1, step, channels, inner).transpose(1, 2).reshape(-1)
+            total += energy_of(piece, step * inner, self.group, piece > 0 if positive else None)
+        return total
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """The codes take whole bytes in each group, and each group has four bytes beside them."""
-        row = row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
-        return quantized_nbytes(meta.numel, row, self.group, self.bits)
+        layout = layout_of(meta.shape, meta.stride)
+        geometry = self._channels(layout)
+        if geometry is None or meta.numel == 0:
+            return quantized_nbytes(meta.numel, row_of(self.layout, layout, meta.numel), self.group, self.bits)
+        groups, size = ops.channel_sizes(geometry, self.group, self.bits)
+        return size + 4 * groups
+
+    def _channels(self, layout: Layout) -> tuple[int, int, int] | None:
+        return channels_of(layout) if self.layout == "channel" else None
+
+
+def channels_of(layout: Layout) -> tuple[int, int, int] | None:
+    """How a tensor lies in memory: (values before, channels, values within); None without a dimension of channels."""
+    if len(layout.order) < 2:
+        return None
+    at = layout.order.index(1)
+    return math.prod(layout.sizes[:at]), layout.sizes[at], math.prod(layout.sizes[at + 1 :])
 
 
 def energy_of(flat: Tensor, row: int, group: int, counted: Tensor | None) -> float:
@@ -154,7 +191,7 @@ def row_of(rule: str, layout: Layout, numel: int) -> int:
     """How many values lie between two borders that no group crosses."""
     if numel == 0 or not layout.sizes or rule == "flat":
         return numel
-    return layout.sizes[-1] if rule == "row" else numel // layout.sizes[0]
+    return numel // layout.sizes[0] if rule == "sample" else layout.sizes[-1]
 
 
 def quantized_nbytes(numel: int, row: int, group: int, bits: int) -> int:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import reduce
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from . import layout
-from .layout import BATCH, BFLOAT16, BOOL, E4M3, E5M2, FLOAT16, FLOAT32, TILE, Coding, Slabs
+from .layout import BATCH, BFLOAT16, BOOL, E4M3, E5M2, FLOAT16, FLOAT32, TILE, TILE_CHANNELS, Coding, Slabs
 
 # Some versions of Numba are typed and some are not; and no types describe code that Numba compiles.
 numba: Any = import_module("numba")
@@ -41,6 +42,7 @@ _S16, _S15 = np.uint32(16), np.uint32(15)
 _ZERO, _ONE, _ULP = np.float32(0.0), np.float32(1.0), np.float32(2.0**-24)
 _NAN, _MINUS_INF = np.float32(np.nan), np.float32(-np.inf)
 _SMALLEST_STEP = np.float32(2.0**-126)
+_EACH_BYTE = 0x0101010101010101  # times a byte: eight of them
 _SPREAD_BITS = np.uint64(0x0102040810204080)  # times eight bytes of 0 or 1: their bits, in the top byte
 
 
@@ -50,21 +52,6 @@ def _inline(function: F) -> F:
 
 def _plain(function: F) -> F:
     return cast(F, numba.njit(error_model="numpy")(function))
-
-
-def _variant(*known: int) -> Callable[[F], F]:
-    """Gives a function that knows these numbers a name of its own.
-
-    Numba names machine code by the name of its function and a counter of the process. Kernels from the cache were
-    compiled in different processes, so two of them may hold different variants under one name, and the linker then
-    gives the second kernel the code of the first.
-    """
-
-    def rename(function: F) -> F:
-        function.__qualname__ += "_" + "_".join(map(str, known))
-        return function
-
-    return rename
 
 
 def _intrinsic(function: Callable[..., Any]) -> Any:
@@ -118,6 +105,27 @@ def _bits(typing: Any, value: Any, dtype: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
 
     return dtype.dtype(value, dtype), generate
+
+
+@_intrinsic
+def _load64(typing: Any, address: Any) -> Any:
+    """Eight bytes from any address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), align=1)
+
+    return types.uint64(types.int64), generate
+
+
+@_intrinsic
+def _store64(typing: Any, address: Any, word: Any) -> Any:
+    """Eight bytes to any address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint64), generate
 
 
 @_intrinsic
@@ -302,15 +310,232 @@ def _size(n: int, bits: int) -> int:
 
 
 @_inline
+def _group_hash(g: int, key: tuple[int, int]) -> Any:
+    return _mix(U32(_mix(U32(g + key[0])) ^ U32(key[1])))
+
+
+@_inline
 def _base(h: Any, bits: int) -> Any:
     """What the thresholds of a group have in common: their exponent, and the bits below the byte of each."""
     return U32(((127 + bits) << 23) | (U32(_mix(U32(h ^ _DITHER)) >> _S16) >> U32(bits + 1)))
 
 
 @_inline
-def _sum(x: Any, low: Any, inverse: Any, word: Any, mask: Any, base: Any) -> Any:
-    """The bits of a value in steps above ``low``, plus its threshold: the code leads their mantissa."""
-    return _bits(_float((word & mask) | base) + (x - low) * inverse, U32)
+def _threshold(word: Any, base: Any, bits: int) -> Any:
+    """``2**bits + u``, with the lowest byte of a hash."""
+    return _float((U32(word << U32(15 - bits)) & U32(0xFF << (15 - bits))) | base)
+
+
+# ---------------------------------------------------------------- sixteen values in each of four lanes, by hand
+
+# A compiler finds these vectors only where lanes have a known length, and takes long. A hash serves a value of each
+# lane. Planes are *even* if each lane has its own bytes or bits of them: then codes need not be spread to bytes first.
+
+_SIXTEEN = 16  # values of a vector; a compiler may divide it
+_WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_WORDS, _FLOATS = ir.VectorType(_WORD, _SIXTEEN), ir.VectorType(_FLOAT, _SIXTEEN)
+_BYTES = ir.VectorType(ir.IntType(8), _SIXTEEN)
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(_WORDS, [value & 0xFFFFFFFF] * _SIXTEEN)
+
+
+def _same(builder: Any, value: Any) -> Any:
+    """Code for a vector with one value throughout."""
+    nothing = ir.Constant(ir.VectorType(value.type, _SIXTEEN), ir.Undefined)
+    first = builder.insert_element(nothing, value, ir.Constant(_WORD, 0))
+    return builder.shuffle_vector(first, nothing, _all(0))
+
+
+def _times(builder: Any, value: Any, factor: int) -> Any:
+    return builder.mul(value, ir.Constant(_LONG, factor))
+
+
+def _load(builder: Any, kind: Any, *address: Any) -> Any:
+    where = builder.inttoptr(reduce(builder.add, address), kind.as_pointer())
+    return builder.load(where, align=4 if kind is _FLOATS else 1)
+
+
+def _store(builder: Any, value: Any, *address: Any) -> None:
+    where = builder.inttoptr(reduce(builder.add, address), value.type.as_pointer())
+    builder.store(value, where, align=4 if value.type is _FLOATS else 1)
+
+
+def _bits_from(builder: Any, words: Any, first: int, width: int, to: int) -> Any:
+    """Code for ``width`` bits of each word from bit ``first`` on, put from bit ``to`` on."""
+    if first:
+        words = builder.lshr(words, _all(first))
+    return builder.shl(builder.and_(words, _all((1 << width) - 1)), _all(to))
+
+
+def _thresholds_of(builder: Any, h: Any, base: Any, bits: int) -> list[Any]:
+    """Code for the thresholds of each lane, from sixteen hashes: see ``_threshold``."""
+    x = builder.add(_same(builder, h), ir.Constant(_WORDS, [k * int(_GOLDEN) & 0xFFFFFFFF for k in range(_SIXTEEN)]))
+    x = builder.mul(builder.xor(x, builder.lshr(x, _all(16))), _all(int(_MIX1)))
+    x = builder.mul(builder.xor(x, builder.lshr(x, _all(15))), _all(int(_MIX2)))
+    x = builder.xor(x, builder.lshr(x, _all(16)))
+    base = _same(builder, base)
+    found = [builder.or_(_bits_from(builder, x, 8 * k, 8, 15 - bits), base) for k in range(4)]
+    return [builder.bitcast(words, _FLOATS) for words in found]
+
+
+def _codes_of(builder: Any, bits: int, values: Any, lane: Any, h: Any, base: Any, low: Any, inverse: Any) -> list[Any]:
+    """Code for the codes of sixteen values in each lane."""
+    low, inverse, found = _same(builder, low), _same(builder, inverse), []
+    for k, threshold in enumerate(_thresholds_of(builder, h, base, bits)):
+        x = _load(builder, _FLOATS, values, _times(builder, lane, 4 * k))
+        total = builder.fadd(threshold, builder.fmul(builder.fsub(x, low), inverse))
+        found.append(_bits_from(builder, builder.bitcast(total, _WORDS), 23 - bits, bits, 0))
+    return found
+
+
+_FILL = (*[types.int64] * 3, types.uint32, types.uint32, types.float32, types.float32)
+
+
+@_intrinsic
+def _fill_loose(
+    typing: Any, values: Any, codes: Any, lane: Any, h: Any, base: Any, low: Any, inverse: Any, bits: Any
+) -> Any:
+    """The codes of sixteen values in each lane, a byte each."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, codes, lane, *rest, _ = arguments
+        for k, code in enumerate(_codes_of(builder, bits.literal_value, values, lane, *rest)):
+            _store(builder, builder.trunc(code, _BYTES), codes, _times(builder, lane, k))
+        return context.get_dummy_value()
+
+    return types.void(*_FILL, bits), generate
+
+
+@_intrinsic
+def _fill_even(
+    typing: Any, values: Any, codes: Any, lane: Any, h: Any, base: Any, low: Any, inverse: Any, bits: Any
+) -> Any:
+    """The same into even planes. Single bits share bytes with those half a lane on, so these are done too."""
+    width = bits.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, codes, lane, h, *rest, _ = arguments
+        places, found = [ir.Constant(_LONG, 0)], []
+        if width & 1:
+            places.append(builder.lshr(lane, ir.Constant(_LONG, 1)))
+        for place in places:
+            later = builder.add(h, builder.mul(builder.trunc(place, _WORD), ir.Constant(_WORD, int(_GOLDEN))))
+            where = builder.add(values, _times(builder, place, 4))
+            found.append(_codes_of(builder, width, where, lane, later, *rest))
+
+        def store(parts: list[Any], *address: Any) -> None:
+            _store(builder, builder.trunc(reduce(builder.or_, parts), _BYTES), *address)
+
+        for place, four in zip(places, found, strict=True):
+            first = builder.add(codes, place)
+            if width == 8:
+                for k in range(4):
+                    store([four[k]], first, _times(builder, lane, k))
+            if width & 4:
+                for k in range(2):
+                    parts = [_bits_from(builder, four[k + 2 * i], 0, 4, 4 * i) for i in range(2)]
+                    store(parts, first, _times(builder, lane, k))
+            if width & 2:
+                parts = [_bits_from(builder, four[k], width & 4, 2, 2 * k) for k in range(4)]
+                store(parts, first, _times(builder, lane, (width & 4) // 2))
+        if width & 1:
+            parts = [_bits_from(builder, found[i][k], width & 6, 1, 2 * k + i) for k in range(4) for i in range(2)]
+            store(parts, codes, _times(builder, lane, (width & 6) // 2))
+        return context.get_dummy_value()
+
+    return types.void(*_FILL, bits), generate
+
+
+def _wide(builder: Any, *address: Any) -> Any:
+    return builder.zext(_load(builder, _BYTES, *address), _WORDS)
+
+
+def _even_codes(builder: Any, codes: Any, lane: Any, late: Any, bits: int) -> list[Any]:
+    """Code that reads the codes of each lane from even planes; ``late`` is 1 in the second half of a lane, else 0."""
+    if bits == 8:
+        return [_wide(builder, codes, _times(builder, lane, k)) for k in range(4)]
+    parts: list[list[Any]] = [[], [], [], []]
+    if bits & 4:
+        for k in range(2):
+            plane = _wide(builder, codes, _times(builder, lane, k))
+            for i in range(2):
+                parts[k + 2 * i].append(_bits_from(builder, plane, 4 * i, 4, 0))
+    if bits & 2:
+        plane = _wide(builder, codes, _times(builder, lane, (bits & 4) // 2))
+        for k in range(4):
+            parts[k].append(_bits_from(builder, plane, 2 * k, 2, bits & 4))
+    if bits & 1:
+        back = builder.mul(late, builder.lshr(lane, ir.Constant(_LONG, 1)))
+        plane = _wide(builder, builder.sub(codes, back), _times(builder, lane, (bits & 6) // 2))
+        plane = builder.lshr(plane, _same(builder, builder.trunc(late, _WORD)))
+        for k in range(4):
+            parts[k].append(_bits_from(builder, plane, 2 * k, 1, bits & 6))
+    return [reduce(builder.or_, part) for part in parts]
+
+
+def _store_levels(builder: Any, steps: Any, low: Any, step: Any, *address: Any) -> None:
+    """Code that decodes: see ``reference``."""
+    levels = builder.fmul(steps, _same(builder, step))
+    _store(builder, builder.fadd(levels, _same(builder, low)), *address)
+
+
+@_intrinsic
+def _decode_even(typing: Any, codes: Any, values: Any, lane: Any, late: Any, low: Any, step: Any, bits: Any) -> Any:
+    """Sixteen values of each lane, from even planes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        codes, values, lane, late, low, step, _ = arguments
+        for k, code in enumerate(_even_codes(builder, codes, lane, late, bits.literal_value)):
+            _store_levels(builder, builder.sitofp(code, _FLOATS), low, step, values, _times(builder, lane, 4 * k))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, types.float32, types.float32, bits), generate
+
+
+@_intrinsic
+def _decode_loose(typing: Any, codes: Any, values: Any, low: Any, step: Any) -> Any:
+    """Sixteen values, from codes of a byte each."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        codes, values, low, step = arguments
+        _store_levels(builder, builder.sitofp(_wide(builder, codes), _FLOATS), low, step, values)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.float32), generate
+
+
+@_intrinsic
+def _undither(
+    typing: Any,
+    codes: Any,
+    values: Any,
+    lane: Any,
+    late: Any,
+    h: Any,
+    base: Any,
+    low: Any,
+    step: Any,
+    even: Any,
+    bits: Any,
+) -> Any:
+    """Sixteen values of each lane less their thresholds, from even planes or from codes of a byte each."""
+    width, planes = bits.literal_value, bits.literal_value if even.literal_value else 8
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        codes, values, lane, late, h, base, low, step, _, _ = arguments
+        half = ir.Constant(_FLOATS, [2**width + 0.5] * _SIXTEEN)
+        thresholds = _thresholds_of(builder, h, base, width)
+        for k, code in enumerate(_even_codes(builder, codes, lane, late, planes)):
+            steps = builder.fsub(builder.fadd(builder.sitofp(code, _FLOATS), half), thresholds[k])
+            _store_levels(builder, steps, low, step, values, _times(builder, lane, 4 * k))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, *_FILL[3:], even, bits), generate
+
+
+# ---------------------------------------------------------------- codes of one group
 
 
 @_inline
@@ -356,14 +581,24 @@ def _fit(groups: int, bits: int, ends: int, side: int) -> None:
 
 @_inline
 def _pack_plane(codes: int, n: int, width: int, low: int, out: int) -> int:
-    """``width`` bits of each code from bit ``low`` on; the address behind them."""
+    """``width`` bits of each code from bit ``low`` on; the address behind them.
+
+    Eight bytes at once, the last eight perhaps once more. Codes behind the ``n`` must be 0 up to the next eight.
+    """
+    size, mask = (n * width + 7) >> 3, (1 << width) - 1
     c, p = _pointer(codes, types.uint8), _pointer(out, types.uint8)
-    size, mask = (n * width + 7) >> 3, U32((1 << width) - 1)
-    for j in range(size):
-        p[j] = U8((U32(c[j]) >> U32(low)) & mask)
-    for k in range(1, 8 // width):
-        for j in range(min(size, n - k * size)):
-            p[j] |= U8(((U32(c[k * size + j]) >> U32(low)) & mask) << U32(k * width))
+    if size < 8:
+        for j in range(size):
+            byte = U32(0)
+            for k in range(8 // width):
+                byte |= ((U32(c[k * size + j]) >> U32(low)) & mask) << (k * width)
+            p[j] = U8(byte)
+        return out + size
+    for first in range(0, size, 8):
+        at, word = min(first, size - 8), U64(0)
+        for k in range(8 // width):
+            word |= ((_load64(codes + k * size + at) >> U64(low)) & U64(mask * _EACH_BYTE)) << U64(k * width)
+        _store64(out + at, word)
     return out + size
 
 
@@ -376,6 +611,38 @@ def _pack(codes: int, n: int, bits: int, out: int) -> None:
         out = _pack_plane(codes, n, 2, bits & 4, out)
     if bits & 1:
         _pack_plane(codes, n, 1, bits & 6, out)
+
+
+@_inline
+def _unpack_plane(packed: int, n: int, width: int, low: int, codes: int) -> int:
+    """Adds ``width`` bits from bit ``low`` on to the codes, and to up to seven more; the address behind the plane."""
+    size, mask = (n * width + 7) >> 3, (1 << width) - 1
+    c, p = _pointer(codes, types.uint8), _pointer(packed, types.uint8)
+    if size < 8:
+        for j in range(size):
+            for k in range(8 // width):
+                part = ((U32(p[j]) >> (k * width)) & mask) << low
+                c[k * size + j] = U8(part | (c[k * size + j] if low else 0))
+        return packed + size
+    for first in range(0, size, 8):
+        at = min(first, size - 8)
+        word = _load64(packed + at)
+        for k in range(8 // width):
+            to = codes + k * size + at
+            part = ((word >> U64(k * width)) & U64(mask * _EACH_BYTE)) << U64(low)
+            _store64(to, part | (_load64(to) if low else U64(0)))
+    return packed + size
+
+
+@_plain
+def _unpack(packed: int, n: int, bits: int, codes: int) -> None:
+    """Codes of fewer than 8 bits, a byte each."""
+    if bits & 4:
+        packed = _unpack_plane(packed, n, 4, 0, codes)
+    if bits & 2:
+        packed = _unpack_plane(packed, n, 2, bits & 4, codes)
+    if bits & 1:
+        _unpack_plane(packed, n, 1, bits & 6, codes)
 
 
 @_plain
@@ -397,105 +664,34 @@ def _warp(values: int, n: int, top: int, table: int, low: Any, inverse: Any, out
 
 
 @_inline
-def _four(v: Any, j: int, lane: int, low: Any, inverse: Any, h: Any, base: Any, bits: int) -> tuple[Any, Any, Any, Any]:
-    """The sums of the four values that share a hash; with ``bits`` known to the compiler a shift each."""
-    w, place, mask = _mix(h), U32(15 - bits), U32(0xFF << (15 - bits))
-    return (
-        _sum(v[j], low, inverse, U32(w << place), mask, base),
-        _sum(v[j + lane], low, inverse, U32(w >> 8 << place), mask, base),
-        _sum(v[j + 2 * lane], low, inverse, U32(w >> 16 << place), mask, base),
-        _sum(v[j + 3 * lane], low, inverse, U32(w >> 24 << place), mask, base),
-    )
+def _are_even(n: int, bits: int) -> bool:
+    """Are the planes of a group even, and its lanes long enough for a vector?"""
+    return n == USUAL or (n & 3 == 0 and bits & 1 == 0 and n >= 4 * _SIXTEEN)
 
 
 @_inline
-def _field(s: Any, at: int, width: int, to: int) -> Any:
-    """``width`` bits of a sum from bit ``at`` on, moved down to bit ``to``."""
-    return U32(U32(s >> U32(at - to)) & U32(((1 << width) - 1) << to))
+def _whole(n: int) -> int:
+    """The places that all four lanes have, if they fill a vector; 0 otherwise."""
+    full = n - 3 * ((n + 3) >> 2)
+    return full if full >= _SIXTEEN else 0
 
 
 @_inline
-def _put_four(p: Any, j: int, lane: int, sums: tuple[Any, Any, Any, Any], bits: int) -> None:
-    """The codes of the values that share a hash into the planes of four and of two bits: see ``_codes_of_four``."""
-    a, b, c, d = sums
-    if bits & 4:
-        at = 23 - bits
-        p[j] = U8(_field(a, at, 4, 0) | _field(c, at, 4, 4))
-        p[j + lane] = U8(_field(b, at, 4, 0) | _field(d, at, 4, 4))
-    if bits & 2:
-        at = 23 - bits + (bits & 4)
-        pairs = _field(a, at, 2, 0) | _field(b, at, 2, 2) | _field(c, at, 2, 4) | _field(d, at, 2, 6)
-        p[j + (2 * lane if bits & 4 else 0)] = U8(pairs)
-
-
-def _encoder(bits: int, values_known: int) -> Any:
-    """Fills groups of as many values as are known now or, if that is 0, of any multiple of four; of eight for odd bits.
-
-    A function for each number of bits below 8, as for decoding. The highest bit of a code is the highest of the
-    mantissa of its sum; the plane of single bits holds it, and a byte there has values of both halves of each lane.
-    """
-
-    @_plain
-    @_variant(bits, values_known)
-    def encode(values: int, codes: int, n: int, low: Any, inverse: Any, h: Any, base: Any) -> None:
-        v, p, lane = _pointer(values, types.float32), _pointer(codes, types.uint8), (values_known or n) >> 2
-        if bits & 1:
-            half, single = lane >> 1, (2 * lane if bits & 4 else 0) + (lane if bits & 2 else 0)
-            later = U32(U32(half) * _GOLDEN)
-            for j in range(half):
-                early = _four(v, j, lane, low, inverse, h, base, bits)
-                late = _four(v, j + half, lane, low, inverse, U32(h + later), base, bits)
-                _put_four(p, j, lane, early, bits)
-                _put_four(p, j + half, lane, late, bits)
-                a, b, c, d = early
-                ones = _field(a, 22, 1, 0) | _field(b, 22, 1, 2) | _field(c, 22, 1, 4) | _field(d, 22, 1, 6)
-                a, b, c, d = late
-                ones |= _field(a, 22, 1, 1) | _field(b, 22, 1, 3) | _field(c, 22, 1, 5) | _field(d, 22, 1, 7)
-                p[single + j] = U8(ones)
-                h = U32(h + _GOLDEN)
-        else:
-            for j in range(lane):
-                _put_four(p, j, lane, _four(v, j, lane, low, inverse, h, base, bits), bits)
-                h = U32(h + _GOLDEN)
-
-    return encode
-
-
-_fill_1, _fill_2, _fill_3, _fill_4 = (_encoder(bits, USUAL) for bits in (1, 2, 3, 4))
-_fill_5, _fill_6, _fill_7 = (_encoder(bits, USUAL) for bits in (5, 6, 7))
-_fill_halves, _fill_quarters = _encoder(4, 0), _encoder(2, 0)
-
-
-@_inline
-def _fill_bytes(v: Any, p: Any, lane: int, full: int, low: Any, inverse: Any, h: Any, base: Any, bits: int) -> None:
-    """A byte for each code of the first ``full`` values of each lane."""
-    shift, top = U32(23 - bits), U32((1 << bits) - 1)
-    for j in range(full):
-        a, b, c, d = _four(v, j, lane, low, inverse, h, base, bits)
-        p[j], p[j + lane] = U8(a >> shift & top), U8(b >> shift & top)
-        p[j + 2 * lane], p[j + 3 * lane] = U8(c >> shift & top), U8(d >> shift & top)
-        h = U32(h + _GOLDEN)
-
-
-@_plain
-def _fill_any(
-    values: int, n: int, bits: int, low: Any, inverse: Any, h: Any, base: Any, codes: int, spare: int
+def _fill_lanes(
+    values: int, n: int, h: Any, base: Any, low: Any, inverse: Any, codes: int, spare: int, bits: int
 ) -> None:
-    """The codes of a group of any length: a byte each first."""
-    v, lane = _pointer(values, types.float32), (n + 3) >> 2
-    loose, full = codes if bits == 8 else spare, max(n - 3 * lane, 0)
-    t = _pointer(loose, types.uint8)
-    _fill_bytes(v, t, lane, full, low, inverse, h, base, bits)
-    place, shift, top = U32(15 - bits), U32(23 - bits), U32((1 << bits) - 1)
-    mask, h = U32(0xFF << (15 - bits)), U32(h + U32(full) * _GOLDEN)
-    for j in range(full, lane):
-        w = _mix(h)
-        for e in range(j, n, lane):
-            t[e] = U8(_sum(v[e], low, inverse, U32(w << place), mask, base) >> shift & top)
-            w = U32(w >> 8)
-        h = U32(h + _GOLDEN)
-    if bits < 8:
-        _pack(loose, n, bits, codes)
+    """Codes into even planes, or those of all four lanes to ``spare``. The last vector may repeat what was done."""
+    if _are_even(n, bits):
+        lane = USUAL >> 2 if n == USUAL else n >> 2
+        end = lane >> 1 if bits & 1 else lane
+        for first in range(0, end, _SIXTEEN):
+            j = min(first, end - _SIXTEEN)
+            _fill_even(values + 4 * j, codes + j, lane, U32(h + U32(j) * _GOLDEN), base, low, inverse, bits)
+        return
+    lane, full = (n + 3) >> 2, _whole(n)
+    for first in range(0, full, _SIXTEEN):
+        j = min(first, full - _SIXTEEN)
+        _fill_loose(values + 4 * j, spare + j, lane, U32(h + U32(j) * _GOLDEN), base, low, inverse, bits)
 
 
 @_plain
@@ -507,31 +703,36 @@ def _fill(
     if levels:
         _warp(values, n, (1 << bits) - 1, levels, low, inverse, warped)
         values, low, inverse = warped, _ZERO, _ONE
-    base = _base(h, bits)
-    if n != USUAL:
-        if bits == 2 and n & 3 == 0:
-            _fill_quarters(values, codes, n, low, inverse, h, base)
-        elif bits == 4 and n & 3 == 0:
-            _fill_halves(values, codes, n, low, inverse, h, base)
-        else:
-            _fill_any(values, n, bits, low, inverse, h, base, codes, spare)
-    elif bits == 1:
-        _fill_1(values, codes, n, low, inverse, h, base)
+    base, loose = _base(h, bits), codes if bits == 8 else spare
+    if bits == 1:
+        _fill_lanes(values, n, h, base, low, inverse, codes, loose, 1)
     elif bits == 2:
-        _fill_2(values, codes, n, low, inverse, h, base)
+        _fill_lanes(values, n, h, base, low, inverse, codes, loose, 2)
     elif bits == 3:
-        _fill_3(values, codes, n, low, inverse, h, base)
+        _fill_lanes(values, n, h, base, low, inverse, codes, loose, 3)
     elif bits == 4:
-        _fill_4(values, codes, n, low, inverse, h, base)
+        _fill_lanes(values, n, h, base, low, inverse, codes, loose, 4)
     elif bits == 5:
-        _fill_5(values, codes, n, low, inverse, h, base)
+        _fill_lanes(values, n, h, base, low, inverse, codes, loose, 5)
     elif bits == 6:
-        _fill_6(values, codes, n, low, inverse, h, base)
+        _fill_lanes(values, n, h, base, low, inverse, codes, loose, 6)
     elif bits == 7:
-        _fill_7(values, codes, n, low, inverse, h, base)
+        _fill_lanes(values, n, h, base, low, inverse, codes, loose, 7)
     else:
-        v, p = _pointer(values, types.float32), _pointer(codes, types.uint8)
-        _fill_bytes(v, p, USUAL // 4, USUAL // 4, low, inverse, h, base, 8)
+        _fill_lanes(values, n, h, base, low, inverse, codes, loose, 8)
+    if _are_even(n, bits):
+        return
+    v, t = _pointer(values, types.float32), _pointer(loose, types.uint8)
+    lane, full, top = (n + 3) >> 2, _whole(n), (1 << bits) - 1
+    for j in range(full, lane):
+        w = _mix(U32(h + U32(j) * _GOLDEN))
+        for e in range(j, n, lane):
+            threshold = _threshold(w, base, bits)
+            t[e] = U8(_bits(threshold + (v[e] - low) * inverse, U32) >> U32(23 - bits) & top)
+            w = U32(w >> 8)
+    if bits < 8:
+        _store64(loose + n, U64(0))
+        _pack(loose, n, bits, codes)
 
 
 # ---------------------------------------------------------------- 8-bit floats
@@ -628,7 +829,6 @@ def _encode(
     All ranges first: they are independent, so the latency of one hides behind the next.
     """
     codes, side, row, group, bits, levels = c
-    key_low, key_high = key
     full, rest = row // group, row % group
     size, last_size = _size(group, bits), _size(rest, bits)
     per_row = full + (1 if rest else 0)
@@ -658,7 +858,7 @@ def _encode(
         if inverse > _ZERO:
             while extents[g] * inverse > top:
                 inverse = _float(_bits(inverse, U32) - U32(1))
-            h = _mix(U32(_mix(U32(first + g + key_low)) ^ U32(key_high)))
+            h = _group_hash(first + g, key)
             _fill(values + 4 * at, n, bits, levels, h, inverse, codes, side + 4 * (first + g), spare, warped)
         else:
             b = _pointer(codes, types.uint8)
@@ -668,31 +868,8 @@ def _encode(
         at, codes, column = at + n, codes + bytes_, 0 if column + 1 == per_row else column + 1
 
 
-@_inline
-def _unpack_plane(codes: int, n: int, width: int, low: int, values: int) -> int:
-    """Adds ``width`` bits from bit ``low`` on to the codes that lie in the place of the values."""
-    c, v = _pointer(codes, types.uint8), _pointer(values, types.uint32)
-    size, mask = (n * width + 7) >> 3, U32((1 << width) - 1)
-    for k in range(8 // width):
-        for j in range(min(size, n - k * size)):
-            part = U32(((U32(c[j]) >> U32(k * width)) & mask) << U32(low))
-            v[k * size + j] = U32(v[k * size + j] | part) if low else part
-    return codes + size
-
-
 @_plain
-def _unpack(codes: int, n: int, bits: int, values: int) -> None:
-    """Codes of fewer than 8 bits as 32-bit integers."""
-    if bits & 4:
-        codes = _unpack_plane(codes, n, 4, 0, values)
-    if bits & 2:
-        codes = _unpack_plane(codes, n, 2, bits & 4, values)
-    if bits & 1:
-        _unpack_plane(codes, n, 1, bits & 6, values)
-
-
-@_plain
-def _decode_levels(codes: int, n: int, bits: int, table: int, low: Any, step: Any, values: int) -> None:
+def _decode_levels(codes: int, n: int, bits: int, table: int, low: Any, step: Any, values: int, spare: int) -> None:
     v, t = _pointer(values, types.float32), _pointer(table, types.float32)
     if bits == 2:
         c, size = _pointer(codes, types.uint8), (n + 3) >> 2
@@ -703,164 +880,84 @@ def _decode_levels(codes: int, n: int, bits: int, table: int, low: Any, step: An
                 below, above = (b if code & 1 else a), (e if code & 1 else d)
                 v[k * size + j] = above if code & 2 else below
         return
-    _unpack(codes, n, bits, values)
-    q = _pointer(values, types.int32)
+    _unpack(codes, n, bits, spare)
+    q = _pointer(spare, types.uint8)
     for j in range(n):
         v[j] = low + t[q[j]] * step
 
 
 @_inline
-def _level(code: Any, low: Any, step: Any) -> Any:
-    return F32(I32(code)) * step + low
-
-
-@_inline
-def _undither(code: Any, word: Any, mask: Any, base: Any, half: Any, low: Any, step: Any) -> Any:
-    """A decoded value less its threshold, which is made as ``_sum`` makes it; ``half`` is ``2**bits + 0.5``."""
-    return ((F32(I32(code)) + half) - _float((word & mask) | base)) * step + low
-
-
-@_inline
-def _codes_of_four(c: Any, j: int, lane: int, bits: int, late: int) -> tuple[Any, Any, Any, Any]:
-    """The codes of the values that share a hash, from planes whose lengths are even parts of four lanes.
-
-    The plane of single bits has half a lane of bytes, so the ``late`` half of a lane has its bits one higher.
-    """
-    x, y, z, w = U32(0), U32(0), U32(0), U32(0)
-    if bits == 8:
-        return U32(c[j]), U32(c[j + lane]), U32(c[j + 2 * lane]), U32(c[j + 3 * lane])
-    if bits & 4:
-        p, q = U32(c[j]), U32(c[j + lane])
-        x, y, z, w = U32(p & 15), U32(q & 15), U32(p >> 4), U32(q >> 4)
-    if bits & 2:
-        p, k = U32(c[j + (2 * lane if bits & 4 else 0)]), U32(bits & 4)
-        x, y = U32(x | (p & 3) << k), U32(y | (p >> 2 & 3) << k)
-        z, w = U32(z | (p >> 4 & 3) << k), U32(w | (p >> 6) << k)
-    if bits & 1:
-        before = (2 * lane if bits & 4 else 0) + (lane if bits & 2 else 0) - late * (lane >> 1)
-        p, k = U32(U32(c[j + before]) >> U32(late)), U32(bits & 6)
-        x, y = U32(x | (p & 1) << k), U32(y | (p >> 2 & 1) << k)
-        z, w = U32(z | (p >> 4 & 1) << k), U32(w | (p >> 6 & 1) << k)
-    return x, y, z, w
-
-
-def _decoder(bits: int, values_known: int) -> Any:
-    """Decodes groups of as many values as are known now or, if that is 0, of any multiple of four.
-
-    A function for each number of bits: loops that have to ask for it are no vectors, and take long to compile.
-    """
-    place, mask, half = 15 - bits, 0xFF << (15 - bits), 2**bits + 0.5
-
-    @_inline
-    @_variant(bits, values_known)
-    def levels(c: Any, v: Any, lane: int, first: int, last: int, late: int, low: Any, step: Any) -> None:
-        for j in range(first, last):
-            x, y, z, t = _codes_of_four(c, j, lane, bits, late)
-            v[j], v[j + lane] = _level(x, low, step), _level(y, low, step)
-            v[j + 2 * lane], v[j + 3 * lane] = _level(z, low, step), _level(t, low, step)
-
-    @_inline
-    @_variant(bits, values_known)
-    def dithered(
-        c: Any, v: Any, lane: int, first: int, last: int, late: int, low: Any, step: Any, h: Any, base: Any
-    ) -> None:
-        h = U32(h + U32(first) * _GOLDEN)
-        for j in range(first, last):
-            w = _mix(h)
-            x, y, z, t = _codes_of_four(c, j, lane, bits, late)
-            v[j] = _undither(x, U32(w << U32(place)), U32(mask), base, F32(half), low, step)
-            v[j + lane] = _undither(y, U32(w >> 8 << U32(place)), U32(mask), base, F32(half), low, step)
-            v[j + 2 * lane] = _undither(z, U32(w >> 16 << U32(place)), U32(mask), base, F32(half), low, step)
-            v[j + 3 * lane] = _undither(t, U32(w >> 24 << U32(place)), U32(mask), base, F32(half), low, step)
-            h = U32(h + _GOLDEN)
-
-    @_plain
-    @_variant(bits, values_known)
-    def decode(codes: int, values: int, n: int, low: Any, step: Any, dither: int, h: Any, base: Any) -> None:
-        c, v, lane = _pointer(codes, types.uint8), _pointer(values, types.float32), (values_known or n) >> 2
-        middle = lane >> 1 if bits & 1 else lane
-        if dither:
-            dithered(c, v, lane, 0, middle, 0, low, step, h, base)
-            dithered(c, v, lane, middle, lane, 1, low, step, h, base)
-        else:
-            levels(c, v, lane, 0, middle, 0, low, step)
-            levels(c, v, lane, middle, lane, 1, low, step)
-
-    return decode
-
-
-_decode_1, _decode_2, _decode_3, _decode_4 = (_decoder(bits, USUAL) for bits in (1, 2, 3, 4))
-_decode_5, _decode_6, _decode_7, _decode_8 = (_decoder(bits, USUAL) for bits in (5, 6, 7, 8))
-_decode_quarters = _decoder(2, 0)
-
-
-@_plain
-def _decode_any(
-    codes: int, values: int, n: int, bits: int, low: Any, step: Any, dither: int, h: Any, base: Any
+def _decode_lanes(
+    codes: int, values: int, n: int, low: Any, step: Any, dither: int, h: Any, base: Any, spare: int, bits: int
 ) -> None:
-    """A group of any length: its codes as integers first, in the place of the values."""
-    v, q = _pointer(values, types.float32), _pointer(values, types.uint32)
-    if bits == 8:
-        c = _pointer(codes, types.uint8)
-        for j in range(n):
-            q[j] = U32(c[j])
-    else:
-        _unpack(codes, n, bits, values)
-    if not dither:
-        for j in range(n):
-            v[j] = _level(q[j], low, step)
+    """From even planes, or those of all four lanes from ``spare``. The last vector may repeat what was done."""
+    if not _are_even(n, bits):
+        lane, full = (n + 3) >> 2, _whole(n)
+        for first in range(0, full, _SIXTEEN):
+            j = min(first, full - _SIXTEEN)
+            later = U32(h + U32(j) * _GOLDEN)
+            _undither(spare + j, values + 4 * j, lane, 0, later, base, low, step, 0, bits)
         return
-    place, mask, half = U32(15 - bits), U32(0xFF << (15 - bits)), F32((1 << bits) + 0.5)
-    lane = (n + 3) >> 2
-    full = max(n - 3 * lane, 0)
-    for j in range(full):
-        w = _mix(h)
-        v[j] = _undither(q[j], U32(w << place), mask, base, half, low, step)
-        v[j + lane] = _undither(q[j + lane], U32(w >> 8 << place), mask, base, half, low, step)
-        v[j + 2 * lane] = _undither(q[j + 2 * lane], U32(w >> 16 << place), mask, base, half, low, step)
-        v[j + 3 * lane] = _undither(q[j + 3 * lane], U32(w >> 24 << place), mask, base, half, low, step)
-        h = U32(h + _GOLDEN)
-    for j in range(full, lane):
-        w = _mix(h)
-        for e in range(j, n, lane):
-            v[e] = _undither(q[e], U32(w << place), mask, base, half, low, step)
-            w = U32(w >> 8)
-        h = U32(h + _GOLDEN)
-
-
-@_plain
-def _decode_one(
-    codes: int, values: int, n: int, bits: int, low: Any, step: Any, dither: int, h: Any, base: Any
-) -> None:
-    """A group with even levels."""
-    if n != USUAL:
-        if bits == 2 and n & 3 == 0:
-            _decode_quarters(codes, values, n, low, step, dither, h, base)
+    lane = USUAL >> 2 if n == USUAL else n >> 2
+    for first in range(0, lane, _SIXTEEN):
+        j = min(first, lane - _SIXTEEN)
+        late = 1 if 2 * j >= lane else 0
+        if dither:
+            later = U32(h + U32(j) * _GOLDEN)
+            _undither(codes + j, values + 4 * j, lane, late, later, base, low, step, 1, bits)
         else:
-            _decode_any(codes, values, n, bits, low, step, dither, h, base)
-    elif bits == 1:
-        _decode_1(codes, values, n, low, step, dither, h, base)
-    elif bits == 2:
-        _decode_2(codes, values, n, low, step, dither, h, base)
-    elif bits == 3:
-        _decode_3(codes, values, n, low, step, dither, h, base)
-    elif bits == 4:
-        _decode_4(codes, values, n, low, step, dither, h, base)
-    elif bits == 5:
-        _decode_5(codes, values, n, low, step, dither, h, base)
-    elif bits == 6:
-        _decode_6(codes, values, n, low, step, dither, h, base)
-    elif bits == 7:
-        _decode_7(codes, values, n, low, step, dither, h, base)
-    else:
-        _decode_8(codes, values, n, low, step, dither, h, base)
+            _decode_even(codes + j, values + 4 * j, lane, late, low, step, bits)
 
 
 @_plain
-def _decode(coding: Coding, dither: int, key: tuple[int, int], values: int, first: int, last: int) -> None:
-    """Groups one after another into float32 values; with ``dither`` less the thresholds that ``key`` makes."""
+def _decode_group(
+    codes: int, n: int, bits: int, low: Any, step: Any, dither: int, h: Any, values: int, spare: int
+) -> None:
+    """A group with even levels; with ``dither`` less the thresholds that ``h`` makes."""
+    even, loose, base = _are_even(n, bits), codes if bits == 8 else spare, _base(h, bits) if dither else U32(0)
+    if not even and bits < 8:
+        _unpack(codes, n, bits, spare)
+    c, v = _pointer(loose, types.uint8), _pointer(values, types.float32)
+    if not even and not dither:
+        for first in range(0, n if n >= _SIXTEEN else 0, _SIXTEEN):
+            j = min(first, n - _SIXTEEN)
+            _decode_loose(loose + j, values + 4 * j, low, step)
+        for j in range(0 if n >= _SIXTEEN else n):
+            v[j] = F32(I32(c[j])) * step + low
+        return
+    if bits == 1:
+        _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 1)
+    elif bits == 2:
+        _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 2)
+    elif bits == 3:
+        _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 3)
+    elif bits == 4:
+        _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 4)
+    elif bits == 5:
+        _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 5)
+    elif bits == 6:
+        _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 6)
+    elif bits == 7:
+        _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 7)
+    else:
+        _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 8)
+    if even:
+        return
+    lane, half = (n + 3) >> 2, F32((1 << bits) + 0.5)
+    for j in range(_whole(n), lane):
+        w = _mix(U32(h + U32(j) * _GOLDEN))
+        for e in range(j, n, lane):
+            v[e] = ((F32(I32(c[e])) + half) - _threshold(w, base, bits)) * step + low
+            w = U32(w >> 8)
+
+
+@_plain
+def _decode(coding: Coding, dither: int, key: tuple[int, int], values: int, first: int, last: int, spare: int) -> None:
+    """Groups one after another into float32 values; with ``dither`` less the thresholds that ``key`` makes.
+
+    ``spare`` has room for the codes of a group, a byte each, and eight more.
+    """
     codes, side, row, group, bits, levels = coding
-    key_low, key_high = key
     full, rest = row // group, row % group
     size, last_size = _size(group, bits), _size(rest, bits)
     per_row = full + (1 if rest else 0)
@@ -875,46 +972,62 @@ def _decode(coding: Coding, dither: int, key: tuple[int, int], values: int, firs
             upper = U32(0)
         low, step = _float(lower), _float(U32(upper << 16))
         if levels:
-            _decode_levels(codes, n, bits, levels, low, step, values)
+            _decode_levels(codes, n, bits, levels, low, step, values, spare)
         else:
-            h = _mix(U32(_mix(U32(g + key_low)) ^ U32(key_high)))
-            _decode_one(codes, values, n, bits, low, step, dither, h, _base(h, bits))
+            h = _group_hash(g, key) if dither else U32(0)
+            _decode_group(codes, n, bits, low, step, dither, h, values, spare)
         values, codes, column = values + 4 * n, codes + bytes_, 0 if column + 1 == per_row else column + 1
 
 
 @_intrinsic
-def _keep_lanes(typing: Any, byte: Any, source: Any, target: Any) -> Any:
-    """Copies eight values; those whose bit is 0 become 0.0."""
+def _keep_lanes(typing: Any, mask: Any, source: Any, target: Any) -> Any:
+    """Copies as many values as ``mask`` has bits; those whose bit is 0 become 0.0."""
+    count = mask.bitwidth
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte, source, target = arguments
-        lanes = ir.VectorType(ir.FloatType(), 8)
+        mask, source, target = arguments
+        lanes = ir.VectorType(ir.FloatType(), count)
         values = builder.load(builder.inttoptr(source, lanes.as_pointer()), align=4)
-        mask = builder.bitcast(byte, ir.VectorType(ir.IntType(1), 8))
-        kept = builder.select(mask, values, ir.Constant(lanes, [0.0] * 8))
-        builder.store(kept, builder.inttoptr(target, lanes.as_pointer()), align=4)
+        kept = builder.bitcast(mask, ir.VectorType(ir.IntType(1), count))
+        values = builder.select(kept, values, ir.Constant(lanes, [0.0] * count))
+        builder.store(values, builder.inttoptr(target, lanes.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(types.uint8, types.int64, types.int64), generate
+    return types.void(mask, types.int64, types.int64), generate
+
+
+@_intrinsic
+def _copy_sixteen(typing: Any, source: Any, target: Any) -> Any:
+    """Copies sixteen values."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _store(builder, _load(builder, _FLOATS, arguments[0]), arguments[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @_plain
-def _copy_run(source: int, target: int, n: int, support: int, first: int) -> None:
-    """``n`` values; with ``support`` those whose bit, counted from bit ``first``, is 0 become 0.0."""
+def _copy_run(source: int, target: int, n: int, support: int, start: int) -> None:
+    """``n`` values; with ``support`` those whose bit, counted from bit ``start``, is 0 become 0.0."""
     s, t = _pointer(source, types.uint32), _pointer(target, types.uint32)
     if not support:
-        for e in range(n):
+        whole = n if n >= _SIXTEEN else 0
+        for first in range(0, whole, _SIXTEEN):
+            j = min(first, n - _SIXTEEN)
+            _copy_sixteen(source + 4 * j, target + 4 * j)
+        for e in range(whole, n):
             t[e] = s[e]
         return
     m = _pointer(support, types.uint8)
-    head = min(n, -first & 7)
+    head = min(n, -start & 7)
     for e in range(head):
-        t[e] = s[e] & U32(-((m[(first + e) >> 3] >> ((first + e) & 7)) & 1))
-    byte = (first + head) >> 3
+        t[e] = s[e] & U32(-((m[(start + e) >> 3] >> ((start + e) & 7)) & 1))
+    byte = (start + head) >> 3
     for j in range((n - head) >> 3):
         _keep_lanes(m[byte + j], source + 4 * (head + 8 * j), target + 4 * (head + 8 * j))
     for e in range(head + ((n - head) & ~7), n):
-        t[e] = s[e] & U32(-((m[(first + e) >> 3] >> ((first + e) & 7)) & 1))
+        t[e] = s[e] & U32(-((m[(start + e) >> 3] >> ((start + e) & 7)) & 1))
 
 
 # ---------------------------------------------------------------- one slab: see ``layout.Slabs``
@@ -1353,13 +1466,14 @@ def _kernel_quantize_groups(parameters: int, scratch: int, first: int, last: int
 def _kernel_dequantize_groups(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _read(parameters, layout.DequantizeGroups)
     coding = Coding(p.codes, p.side, p.row, p.group, p.bits, p.levels)
-    step, wide = layout.groups_at_once(p.group), scratch + layout.dequantize_groups_scratch(p.group).wide
+    step, room = layout.groups_at_once(p.group), layout.dequantize_groups_scratch(p.group)
+    wide, spare = scratch + room.wide, scratch + room.codes
     for g in range(first, last, step):
         stop = min(g + step, last)
         start = _start(g, p.row, p.group)
         n = _start(stop, p.row, p.group) - start
         values = p.out + 4 * start if p.kind == FLOAT32 else wide
-        _decode(coding, p.dither, (p.key_low, p.key_high), values, g, stop)
+        _decode(coding, p.dither, (p.key_low, p.key_high), values, g, stop, spare)
         if p.support:
             _copy_run(values, values, n, p.support, start)
         if p.kind != FLOAT32:
@@ -1399,6 +1513,140 @@ def _kernel_uncast_groups(parameters: int, scratch: int, first: int, last: int) 
         _uncast_run(p.codes + start, n, scale, p.out + 4 * start if p.kind == FLOAT32 else wide, p.kind8)
         if p.kind != FLOAT32:
             _narrow_run(wide, p.out + 2 * start, n, p.kind)
+
+
+@_intrinsic
+def _turn(typing: Any, source: Any, between: Any, target: Any, apart: Any) -> Any:
+    """Sixteen rows of sixteen values become columns; rows lie ``between`` and ``apart`` values from each other."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, between, target, apart = arguments
+        half = _SIXTEEN // 2
+        rows = [_load(builder, _FLOATS, source, _times(builder, between, 4 * r)) for r in range(_SIXTEEN)]
+        mixed = [[k // 2 + first + _SIXTEEN * (k % 2) for k in range(_SIXTEEN)] for first in (0, half)]
+        for _ in range(_SIXTEEN.bit_length() - 1):  # each time rows half the square apart are merged like a zip
+            pairs = list(zip(rows[:half], rows[half:], strict=True))
+            rows = [builder.shuffle_vector(a, b, ir.Constant(_WORDS, m)) for a, b in pairs for m in mixed]
+        for r, row in enumerate(rows):
+            _store(builder, row, target, _times(builder, apart, 4 * r))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@_plain
+def _turn_tile(source: int, between: int, target: int, apart: int, rows: int, columns: int) -> None:
+    """``rows`` rows of ``columns`` values become columns."""
+    if rows >= _SIXTEEN and columns >= _SIXTEEN:
+        for r in range(0, rows, _SIXTEEN):
+            for c in range(0, columns, _SIXTEEN):
+                i, j = min(r, rows - _SIXTEEN), min(c, columns - _SIXTEEN)
+                _turn(source + 4 * (i * between + j), between, target + 4 * (j * apart + i), apart)
+        return
+    s, t = _pointer(source, types.float32), _pointer(target, types.float32)
+    for c in range(columns):
+        for r in range(rows):
+            t[c * apart + r] = s[r * between + c]
+
+
+@_plain
+def _copy_narrow_rows(source: int, between: int, target: int, apart: int, rows: int, n: int) -> None:
+    """Rows of ``n`` values of 16 bits; their starts lie ``between`` and ``apart`` values from each other."""
+    if n == TILE_CHANNELS:
+        for r in range(rows):
+            for i in range(0, 2 * TILE_CHANNELS, 8):
+                _store64(target + 2 * r * apart + i, _load64(source + 2 * r * between + i))
+        return
+    s, t = _pointer(source, types.uint16), _pointer(target, types.uint16)
+    for r in range(rows):
+        for i in range(n):
+            t[r * apart + i] = s[r * between + i]
+
+
+class _Tile(NamedTuple):
+    """Up to ``TILE_CHANNELS`` channels of a block."""
+
+    first: int
+    """Its first group."""
+    groups: int
+    rows: int
+    """Outer indices of the block."""
+    start: int
+    """The first value of its first row."""
+    codes: int
+    """Bytes to add to the address of codes, as groups before were longer than these."""
+
+
+@_inline
+def _tile(item: int, outer: int, channels: int, inner: int, step: int, bits: int) -> _Tile:
+    tiles = (channels + TILE_CHANNELS - 1) // TILE_CHANNELS
+    block, channel = item // tiles, item % tiles * TILE_CHANNELS
+    rows = min(step, outer - block * step)
+    before = block * channels
+    codes = before * (_size(step * inner, bits) - _size(rows * inner, bits))
+    start = (step * before + channel) * inner
+    return _Tile(before + channel, min(TILE_CHANNELS, channels - channel), rows, start, codes)
+
+
+@_kernel
+def _kernel_quantize_channels(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _read(parameters, layout.QuantizeChannels)
+    inner, kind, between, room = p.inner, p.kind, p.channels * p.inner, layout.channels_scratch(p.step * p.inner)
+    gathered = scratch + room.gathered
+    for item in range(first, last):
+        t = _tile(item, p.outer, p.channels, inner, p.step, p.bits)
+        n, run, source, apart = t.rows * inner, t.groups * inner, p.x + 4 * t.start, between
+        if kind != FLOAT32:
+            source, apart = scratch + room.staged, run
+            _copy_narrow_rows(p.x + 2 * t.start, between, gathered, run, t.rows, run)
+            _widen_run(gathered, source, t.rows * run, kind)
+        if p.support:
+            for r in range(t.rows):
+                _mark(source + 4 * r * apart, run, p.support + ((t.start + r * between) >> 3))
+        if inner == 1:
+            _turn_tile(source, apart, gathered, n, t.rows, t.groups)
+        else:
+            for c in range(t.groups):
+                for r in range(t.rows):
+                    _copy_run(source + 4 * (r * apart + c * inner), gathered + 4 * (c * n + r * inner), inner, 0, 0)
+        if inner == 1 and item + 1 < last:
+            ahead = _tile(item + 1, p.outer, p.channels, inner, p.step, p.bits)
+            for r in range(ahead.rows):
+                _prefetch(p.x + (4 if kind == FLOAT32 else 2) * (ahead.start + r * between))
+        coding = Coding(p.codes + t.codes, p.side, n, n, p.bits, p.levels)
+        signs, end = gathered if p.positive else 0, t.first + t.groups
+        _encode(coding, (p.key_low, p.key_high), gathered, signs, t.first, end, scratch + room.encode, 0)
+
+
+@_kernel
+def _kernel_dequantize_channels(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _read(parameters, layout.DequantizeChannels)
+    inner, kind, between, room = p.inner, p.kind, p.channels * p.inner, layout.channels_scratch(p.step * p.inner)
+    gathered = scratch + room.gathered
+    for item in range(first, last):
+        t = _tile(item, p.outer, p.channels, inner, p.step, p.bits)
+        n, run, target, apart = t.rows * inner, t.groups * inner, p.out + 4 * t.start, between
+        coding, end = Coding(p.codes + t.codes, p.side, n, n, p.bits, p.levels), t.first + t.groups
+        _decode(coding, p.dither, (p.key_low, p.key_high), gathered, t.first, end, scratch + room.encode)
+        if kind != FLOAT32:
+            target, apart = scratch + room.staged, run
+        if inner == 1:
+            _turn_tile(gathered, n, target, apart, t.groups, t.rows)
+        else:
+            for r in range(t.rows):
+                for c in range(t.groups):
+                    _copy_run(gathered + 4 * (c * n + r * inner), target + 4 * (r * apart + c * inner), inner, 0, 0)
+        if p.support:
+            for r in range(t.rows):
+                row, bit = target + 4 * r * apart, t.start + r * between
+                if run == TILE_CHANNELS and bit & 7 == 0:
+                    m = _pointer(p.support + (bit >> 3), types.uint8)
+                    _keep_lanes(U16(U32(m[0]) | U32(m[1]) << 8), row, row)
+                else:
+                    _copy_run(row, row, run, p.support, bit)
+        if kind != FLOAT32:
+            _narrow_run(target, gathered, t.rows * run, kind)
+            _copy_narrow_rows(gathered, run, p.out + 2 * t.start, between, t.rows, run)
 
 
 @_inline
@@ -1441,7 +1689,8 @@ def _kernel_quantize_samples(parameters: int, scratch: int, first: int, last: in
 def _kernel_dequantize_samples(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _read(parameters, layout.DequantizeSamples)
     row, group, widths = p.row, p.group, _pointer(p.widths, types.uint8)
-    wide = scratch + layout.dequantize_groups_scratch(group).wide
+    room = layout.dequantize_groups_scratch(group)
+    wide, spare = scratch + room.wide, scratch + room.codes
     per_row, step = (row + group - 1) // group, layout.groups_at_once(group)
     n, codes, g = 0, p.codes, first
     while g < last:
@@ -1452,7 +1701,7 @@ def _kernel_dequantize_samples(parameters: int, scratch: int, first: int, last: 
         start = _start(g, row, group)
         count = _start(stop, row, group) - start
         values = p.out + 4 * start if p.kind == FLOAT32 else wide
-        _decode(coding, 0, (0, 0), values, g, stop)
+        _decode(coding, 0, (0, 0), values, g, stop, spare)
         if p.support:
             _copy_run(values, values, count, p.support, start)
         if p.kind != FLOAT32:
@@ -1586,7 +1835,7 @@ def _kernel_dequantize_blocks(parameters: int, scratch: int, first: int, last: i
     while at < last:
         n, count, after = _batch(start, line, end, depth, block, length)
         stop = min(_group_at(start + n - 1, row, group) + 1, p.groups)
-        _decode(coding, p.dither, (p.key_low, p.key_high), fresh, g, stop)
+        _decode(coding, p.dither, (p.key_low, p.key_high), fresh, g, stop, scratch + room.codes)
         decoded = _start(stop, row, group) - _start(g, row, group)
         residual = fresh + 4 * (skip - left)
         g, means = stop, p.low + 2 * at * p.per_slab

@@ -25,8 +25,8 @@ from torch import Tensor
 from . import compiled, layout, reference
 from .backends import PROCESS, note_fallback
 from .compiled import KERNELS, team
-from .layout import BATCH, BFLOAT16, BOOL, E4M3, E5M2, FLOAT16, FLOAT32, TILE, Launch, Progress, Slabs
-from .reference import groups_in_row, low_shape, row_bytes
+from .layout import BATCH, BFLOAT16, BOOL, E4M3, E5M2, FLOAT16, FLOAT32, TILE, TILE_CHANNELS, Launch, Progress, Slabs
+from .reference import channel_sizes, channel_step, groups_in_row, low_shape, row_bytes
 
 numba: Any = import_module("numba")  # some versions are typed and some are not
 caching: Any = import_module("numba.core.caching")
@@ -389,6 +389,112 @@ def dequantize_groups(
         **_dither(key),
     )
     _run("dequantize_groups", sizes[0], numel, _bytes(layout.dequantize_groups_scratch, group), record)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _channel_sizes(numel: int, geometry: tuple[int, ...], group: int, bits: int) -> tuple[int, int] | None:
+    """Groups, and bytes of their codes."""
+    if numel == 0 or math.prod(geometry) != numel or group < 1 or not 1 <= bits <= 8:
+        return None
+    return channel_sizes(geometry, group, bits)
+
+
+def _tiles(geometry: tuple[int, ...], step: int) -> int:
+    return -(-geometry[0] // step) * -(-geometry[1] // TILE_CHANNELS)
+
+
+def quantize_channels(
+    x: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
+    support: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    kind, numel, shape = KINDS.get(x.dtype), x.numel(), tuple(geometry)
+    if numel and math.prod(shape) == numel and channel_step(shape[2], group) == 1:
+        return quantize_groups(x, shape[2], group, bits, key, positive, levels, support)
+    sizes, table = _channel_sizes(numel, shape, group, bits), _table(levels, bits)
+    if (
+        kind is None
+        or sizes is None
+        or not x.is_contiguous()
+        or (levels is not None and table is None)
+        or (support is not None and not _fillable(support, positive, numel))
+    ):
+        return _fall_back(reference.quantize_channels, x)(x, shape, group, bits, key, positive, levels, support)
+    outer, channels, inner = shape
+    codes = torch.empty(sizes[1], dtype=torch.uint8)
+    side = torch.empty(2 * sizes[0], dtype=torch.int16)
+    step = min(channel_step(inner, group), outer)
+    record = layout.QuantizeChannels(
+        x=x.data_ptr(),
+        kind=kind,
+        codes=codes.data_ptr(),
+        side=side.data_ptr(),
+        outer=outer,
+        channels=channels,
+        inner=inner,
+        step=step,
+        bits=bits,
+        levels=_address(table),
+        positive=positive,
+        support=_marked(x, channels * inner, TILE_CHANNELS * inner, support),
+        key_low=key & 0xFFFFFFFF,
+        key_high=(key >> 32) & 0xFFFFFFFF,
+    )
+    _run("quantize_channels", _tiles(shape, step), numel, _bytes(layout.channels_scratch, step * inner), record)
+    return codes, side
+
+
+def dequantize_channels(
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+    levels: Tensor | None = None,
+    key: int | None = None,
+) -> Tensor:
+    """See the reference."""
+    kind, shape, table = KINDS.get(dtype), tuple(geometry), _table(levels, bits)
+    numel = math.prod(shape)
+    if numel and channel_step(shape[2], group) == 1:
+        return dequantize_groups(codes, side, numel, shape[2], group, bits, dtype, support, levels, key)
+    sizes = _channel_sizes(numel, shape, group, bits)
+    if (
+        kind is None
+        or sizes is None
+        or not _packed(codes, side, support, numel, sizes)
+        or (levels is not None and (table is None or key is not None))
+    ):
+        return _fall_back(reference.dequantize_channels, codes)(
+            codes, side, shape, group, bits, dtype, support, levels, key
+        )
+    outer, channels, inner = shape
+    out = torch.empty(numel, dtype=dtype)
+    step = min(channel_step(inner, group), outer)
+    record = layout.DequantizeChannels(
+        out=out.data_ptr(),
+        kind=kind,
+        codes=codes.data_ptr(),
+        side=side.data_ptr(),
+        outer=outer,
+        channels=channels,
+        inner=inner,
+        step=step,
+        bits=bits,
+        levels=_address(table),
+        support=_address(support),
+        **_dither(key),
+    )
+    _run("dequantize_channels", _tiles(shape, step), numel, _bytes(layout.channels_scratch, step * inner), record)
     return out
 
 

@@ -19,6 +19,7 @@ _jitable: Any = import_module("numba.extending").register_jitable  # some versio
 BATCH = 2048  # values worked on at once where several groups or slabs fit: they stay in L1
 TILE = 4096  # values of an item, for kernels that know no groups
 LINE = 64  # bytes of a cache line
+TILE_CHANNELS = 16  # channels worked on at once: a line of float32, where channels lie side by side
 
 FLOAT32, BFLOAT16, FLOAT16, BOOL = 0, 1, 2, 3  # ``kind``: the type of values
 E4M3, E5M2 = 0, 1  # ``kind8``: the type of 8-bit values
@@ -62,6 +63,45 @@ class DequantizeGroups(NamedTuple):
     """A bit for each value; values whose bit is 0 become zero."""
     dither: int
     """1 if thresholds, made from the key of the encoding, are subtracted."""
+    key_low: int
+    key_high: int
+
+
+class QuantizeChannels(NamedTuple):
+    """An item is a tile: up to ``TILE_CHANNELS`` channels of a block of ``step`` outer indices."""
+
+    x: int
+    kind: int
+    codes: int
+    side: int
+    outer: int
+    channels: int
+    inner: int
+    step: int
+    bits: int
+    levels: int
+    positive: int
+    support: int
+    """Where the bits of positive values go; all tiles begin on a byte then."""
+    key_low: int
+    key_high: int
+
+
+class DequantizeChannels(NamedTuple):
+    """An item is a tile."""
+
+    out: int
+    kind: int
+    codes: int
+    side: int
+    outer: int
+    channels: int
+    inner: int
+    step: int
+    bits: int
+    levels: int
+    support: int
+    dither: int
     key_low: int
     key_high: int
 
@@ -400,7 +440,7 @@ class EncodeScratch(NamedTuple):
     ends: int
     """The smallest values of all groups, then their largest: 32 bits each."""
     codes: int
-    """The codes of one group, a byte each."""
+    """The codes of one group, a byte each, and eight bytes more."""
     warped: int
     """The values of one group in levels, float32."""
     end: int
@@ -410,7 +450,7 @@ class EncodeScratch(NamedTuple):
 def encode_scratch(groups: int, group: int) -> EncodeScratch:
     """For up to ``groups`` groups."""
     codes = aligned(8 * groups)
-    warped = codes + aligned(group)
+    warped = codes + aligned(group + 8)
     return EncodeScratch(0, codes, warped, warped + aligned(4 * group))
 
 
@@ -437,10 +477,41 @@ class ValuesScratch(NamedTuple):
     end: int
 
 
+class DequantizeScratch(NamedTuple):
+    """Of ``dequantize_groups`` and ``dequantize_samples``."""
+
+    codes: int
+    """The codes of one group, a byte each, and eight bytes more."""
+    wide: int
+    """Values of a batch as float32."""
+    end: int
+
+
 @_jitable  # type: ignore[untyped-decorator]
-def dequantize_groups_scratch(group: int) -> ValuesScratch:
-    """A batch of values; also of ``dequantize_samples``."""
-    return ValuesScratch(0, 4 * max(group, BATCH))
+def dequantize_groups_scratch(group: int) -> DequantizeScratch:
+    """See :class:`DequantizeScratch`."""
+    wide = aligned(group + 8)
+    return DequantizeScratch(0, wide, wide + 4 * max(group, BATCH))
+
+
+class ChannelsScratch(NamedTuple):
+    """Of ``quantize_channels`` and ``dequantize_channels``."""
+
+    encode: int
+    """Or the codes of one group, as in :class:`DequantizeScratch`."""
+    staged: int
+    """A tile as float32 in the order of memory, without what lies between."""
+    gathered: int
+    """The same group by group."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def channels_scratch(group: int) -> ChannelsScratch:
+    """See :class:`ChannelsScratch`."""
+    staged = encode_scratch(TILE_CHANNELS, group).end
+    gathered = staged + 4 * TILE_CHANNELS * group
+    return ChannelsScratch(0, staged, gathered, gathered + 4 * TILE_CHANNELS * group)
 
 
 @_jitable  # type: ignore[untyped-decorator]
@@ -513,6 +584,8 @@ def means_scratch(slabs: Slabs) -> MeansScratch:
 class DequantizeBlocksScratch(NamedTuple):
     """A batch has whole slabs. Differences decoded beyond it wait for the next batch, before its own."""
 
+    codes: int
+    """The codes of one group, a byte each, and eight bytes more."""
     means: int
     """The means of a slab as float32."""
     merged: int
@@ -526,9 +599,10 @@ class DequantizeBlocksScratch(NamedTuple):
 def dequantize_blocks_scratch(group: int, slabs: Slabs) -> DequantizeBlocksScratch:
     """See :class:`DequantizeBlocksScratch`."""
     batch = BATCH + slabs.block * slabs.rows * slabs.width * slabs.inner
-    merged = 4 * slabs.per_slab
+    means = aligned(group + 8)
+    merged = means + 4 * slabs.per_slab
     fresh = aligned(merged + 4 * (batch + 8) + 4 * group)
-    return DequantizeBlocksScratch(0, merged, fresh, fresh + 4 * (batch + 2 * group + 8))
+    return DequantizeBlocksScratch(0, means, merged, fresh, fresh + 4 * (batch + 2 * group + 8))
 
 
 class SpreadScratch(NamedTuple):

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from .backends import register
-from .reference import group_bytes, groups_in_row, low_shape, row_bytes
+from .reference import channel_pieces, channel_sizes, group_bytes, groups_in_row, low_shape, row_bytes
 
 __all__ = [
     "block_means",
     "cast_groups",
+    "channel_pieces",
+    "channel_sizes",
     "dequantize_blocks",
+    "dequantize_channels",
     "dequantize_groups",
     "dequantize_samples",
     "group_bytes",
@@ -29,6 +32,7 @@ __all__ = [
     "pack_taps",
     "pack_uints",
     "quantize_blocks",
+    "quantize_channels",
     "quantize_groups",
     "quantize_samples",
     "range_energy",
@@ -50,6 +54,10 @@ SCHEMAS = {
     " bool positive, Tensor? levels=None, Tensor(a!)? support=None) -> (Tensor, Tensor, Tensor)",
     "dequantize_blocks": "(Tensor low, Tensor codes, Tensor side, int[] geometry, int block, int row,"
     " int group, int bits, ScalarType dtype, Tensor? support, Tensor? levels=None, int? key=None) -> Tensor",
+    "quantize_channels": "(Tensor x, int[] geometry, int group, int bits, int key, bool positive,"
+    " Tensor? levels=None, Tensor(a!)? support=None) -> (Tensor, Tensor)",
+    "dequantize_channels": "(Tensor codes, Tensor side, int[] geometry, int group, int bits, ScalarType dtype,"
+    " Tensor? support, Tensor? levels=None, int? key=None) -> Tensor",
     "quantize_samples": "(Tensor x, Tensor bits, int group, int key, bool positive,"
     " Tensor(a!)? support=None) -> (Tensor, Tensor)",
     "dequantize_samples": "(Tensor codes, Tensor side, Tensor bits, int numel, int group, ScalarType dtype,"
@@ -114,6 +122,36 @@ def _fake_dequantize_groups(
     key: int | None = None,
 ) -> Tensor:
     return codes.new_empty(numel, dtype=dtype)
+
+
+@_fake
+def _fake_quantize_channels(
+    x: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
+    support: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    groups, size = channel_sizes(geometry, group, bits) if x.numel() else (0, 0)
+    return x.new_empty(size, dtype=torch.uint8), x.new_empty(2 * groups, dtype=torch.int16)
+
+
+@_fake
+def _fake_dequantize_channels(
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+    levels: Tensor | None = None,
+    key: int | None = None,
+) -> Tensor:
+    return codes.new_empty(_numel(geometry), dtype=dtype)
 
 
 @_fake
@@ -254,6 +292,8 @@ quantize_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_grou
 dequantize_groups: Callable[..., Tensor] = _namespace.dequantize_groups.default
 quantize_blocks: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.quantize_blocks.default
 dequantize_blocks: Callable[..., Tensor] = _namespace.dequantize_blocks.default
+quantize_channels: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_channels.default
+dequantize_channels: Callable[..., Tensor] = _namespace.dequantize_channels.default
 quantize_samples: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_samples.default
 dequantize_samples: Callable[..., Tensor] = _namespace.dequantize_samples.default
 range_energy: Callable[[Tensor, int, int, bool], Tensor] = _namespace.range_energy.default

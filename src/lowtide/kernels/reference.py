@@ -6,6 +6,10 @@ every sum, the random numbers, the rounding of the side information, the layout 
 Numbers written once, used by every backend
     Groups.   A flat tensor is cut into rows of ``row`` values and each row into groups of ``group``
               values; the last group of a row may be shorter. A group starts on a byte.
+    Channels. A tensor (outer, channels, inner) may be cut so that no group mixes channels. With ``inner`` of at least
+              ``group`` values, rows are runs of ``inner``. Otherwise a block is ``channel_step`` outer indices, and a
+              group is what one channel has of a block, outer index by outer index. Groups of a block come channel by
+              channel; the last block may be shorter. (Blocks of one index are rows of ``inner`` again.)
     Codes.    Planes whose widths ``w`` are the powers of two in ``bits``, the widest first and with the lowest
               bits of the codes (3 = 2 + 1, 7 = 4 + 2 + 1). In the ``P = ceil(n * w / 8)`` bytes of a plane for
               the ``n`` values of a group, value ``e`` sits in byte ``e % P`` at bit ``(e // P) * w``.
@@ -41,6 +45,7 @@ Numbers written once, used by every backend
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -365,6 +370,103 @@ def _restore_zeros(out: Tensor, support: Tensor | None) -> Tensor:
     return out
 
 
+# ---------------------------------------------------------------- groups that follow channels
+
+
+def channel_step(inner: int, group: int) -> int:
+    """Outer indices of a block: as many as ``group`` values have room for, in whole fours of values if any.
+
+    The four lanes of such a group have one length, which is what fast kernels like.
+    """
+    step, unit = group // inner, 4 // math.gcd(4, inner)
+    return max(1, step - step % unit if step >= unit else step)
+
+
+def channel_sizes(geometry: Sequence[int], group: int, bits: int) -> tuple[int, int]:
+    """Groups, and bytes of their codes."""
+    outer, channels, inner = geometry
+    if channel_step(inner, group) == 1:
+        return outer * channels * groups_in_row(inner, group), outer * channels * row_bytes(inner, group, bits)
+    step = channel_step(inner, group)
+    full, rest = divmod(outer, step)
+    size = full * group_bytes(step * inner, bits) + group_bytes(rest * inner, bits)
+    return channels * -(-outer // step), channels * size
+
+
+def channel_pieces(geometry: Sequence[int], group: int) -> Iterator[tuple[int, int, int, int]]:
+    """Blocks of one length, not too many at once: outer indices from, to, those of a block, and the first group."""
+    outer, channels, inner = geometry
+    step = channel_step(inner, group)
+    end = outer - outer % step
+    at_once = step * max(1, _CHUNK // (step * channels * inner))
+    for first in range(0, end, at_once):
+        yield first, min(first + at_once, end), step, first // step * channels
+    if end < outer:
+        yield end, outer, outer - end, end // step * channels
+
+
+def _later(key: int, groups: int) -> int:
+    """A key that gives group 0 the noise which ``key`` gives to group ``groups``."""
+    return (key >> 32 << 32) | ((key + groups) & _WORD)
+
+
+def quantize_channels(
+    x: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
+    support: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`quantize_groups`, in groups that follow channels; ``support`` stays in the order of memory."""
+    outer, channels, inner = geometry
+    if outer * channels * inner != x.numel():
+        raise RuntimeError(f"{x.numel()} values are not {outer} x {channels} x {inner}")
+    if x.numel() == 0 or channel_step(inner, group) == 1:
+        return quantize_groups(x, inner if x.numel() else 0, group, bits, key, positive, levels, support)
+    _fill_support(x, positive, support)
+    x3, parts = x.view(outer, channels, inner), []
+    for first, last, step, groups in channel_pieces(geometry, group):
+        piece = x3[first:last].view(-1, step, channels, inner).transpose(1, 2).reshape(-1)
+        n = step * inner
+        parts.append(quantize_groups(piece, n, n, bits, _later(key, groups), positive, levels))
+    return torch.cat([codes for codes, _ in parts]), torch.cat([side for _, side in parts])
+
+
+def dequantize_channels(
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+    levels: Tensor | None = None,
+    key: int | None = None,
+) -> Tensor:
+    """The flat tensor again, in the order of memory; see :func:`dequantize_groups`."""
+    outer, channels, inner = geometry
+    numel = outer * channels * inner
+    if numel == 0 or channel_step(inner, group) == 1:
+        return dequantize_groups(codes, side, numel, inner, group, bits, dtype, support, levels, key)
+    if (side.numel() // 2, codes.numel()) != channel_sizes(geometry, group, bits):
+        raise RuntimeError(f"{codes.numel()} bytes and {side.numel()} words do not go with {tuple(geometry)}")
+    out, at = codes.new_empty(numel, dtype=dtype), 0
+    for first, last, step, groups in channel_pieces(geometry, group):
+        n, count = step * inner, (last - first) // step * channels
+        size = count * group_bytes(n, bits)
+        piece = dequantize_groups(
+            codes[at : at + size], side[2 * groups : 2 * (groups + count)], count * n, n, n, bits, dtype, None, levels,
+            None if key is None else _later(key, groups),
+        )  # fmt: skip
+        here = out.view(outer, channels, inner)[first:last].view(-1, step, channels, inner)
+        here.copy_(piece.view(-1, channels, step, inner).transpose(1, 2))
+        at += size
+    return _restore_zeros(out, support)
+
+
 # ---------------------------------------------------------------- 8-bit floats
 
 
@@ -453,9 +555,8 @@ def quantize_samples(
     row = x.numel() // len(widths)
     per_row, parts = groups_in_row(row, group), []
     for n, width in enumerate(widths):
-        later = (key >> 32 << 32) | ((key + n * per_row) & _WORD)  # gives group 0 the noise of the sample's first
         piece = x[n * row : (n + 1) * row]
-        parts.append(quantize_groups(piece, row, group, width, later, positive))
+        parts.append(quantize_groups(piece, row, group, width, _later(key, n * per_row), positive))
     return torch.cat([codes for codes, _ in parts]), torch.cat([side for _, side in parts])
 
 

@@ -214,8 +214,8 @@ _SGD = functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_de
 _OTHERS = ("division, 1 bit", "division, as published", "tinyscript")
 TASKS = {
     "cifar": Task(
-        title="CIFAR-10, ResNet-14, 5 epochs",
-        epochs=5,
+        title="CIFAR-10, ResNet-14, 6 epochs",
+        epochs=6,
         arms={
             **{EXACT: 12, NULL: 12, FINE: 6},
             **{"auto": 12, "auto, 2 bits": 4, "auto, 2.3 bits": 4, "auto, 3 bits": 4, "auto, 4 bits": 4},

@@ -284,7 +284,7 @@ def test_sensitivity_times_error_is_what_rounding_does_to_the_weight_gradient(ki
     handle.remove()
     tuner = handle._session.policy.tuner
     (seen,) = tuner._seen.values()
-    codec = GroupQuant(2, 256, "row" if kind == "linear" else "sample", dither=True)
+    codec = GroupQuant(2, 256, "row" if kind == "linear" else "channel", dither=True)
     error = next(o.error for o in seen.options if o.codec == codec)
     felt = tuner._felt[seen.sites[0]]
     assert felt.weight == pytest.approx(float(exact.square().sum()), rel=0.12)  # the noise taken off again

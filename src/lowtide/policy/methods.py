@@ -28,7 +28,7 @@ from .plan import Plan, named
 from .tuners.base import Tuner
 from .tuners.bits import BitTuner
 from .tuners.levels import LevelTuner
-from .tuners.mix import MixTuner
+from .tuners.mix import MixTuner, groups_for
 from .tuners.samples import SampleTuner, taps
 from .use import Use
 
@@ -335,8 +335,7 @@ class Auto(Method):
         """Until more is known: groups with the bits that each need takes."""
         if use.need is Need.LOGARITHM:
             return Choice.store(Cast("bfloat16"))
-        layout = "sample" if use.dims else "row"
-        return Choice.store(GroupQuant(_bits(use, 2, None), self.group, layout, dither=True))
+        return Choice.store(groups_for(use, _bits(use, 2, None), self.group))
 
     def tuner(self, model: nn.Module) -> Tuner | None:
         """A codec for each tensor."""

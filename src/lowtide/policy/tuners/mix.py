@@ -138,6 +138,11 @@ _NEGLIGIBLE = 0.01
 """A parameter with less than this part of the gradient's length counts as if it had that."""
 
 
+def groups_for(use: Use, bits: int, group: int) -> GroupQuant:
+    """Dithered groups, in maps of one channel each: the ranges of channels differ."""
+    return GroupQuant(bits, group, "channel" if use.dims else "row", dither=True)
+
+
 class MixTuner(Probed):
     """A codec for each tensor, ``bits`` a value on average over all of them; or nothing where it can be rebuilt.
 
@@ -233,7 +238,7 @@ class MixTuner(Probed):
 
     def _errors(self, use: Use, piece: Tensor) -> list[tuple[Codec, float]]:
         """Every codec that is worth a look, with the mean square of its error."""
-        group = GroupQuant(2, self.group, "sample" if use.dims else "row", dither=True)
+        group = groups_for(use, 2, self.group)
         families: list[GroupQuant | BlockMean] = [group]
         if not use.dims and use.meta.shape[-1:] < (
             self.group,
@@ -307,7 +312,7 @@ class MixTuner(Probed):
         """Plain groups of four bits."""
         if use.need not in _LEAST:
             return None
-        return Choice.store(GroupQuant(_TRIED, self.group, "sample" if use.dims else "row", dither=True))
+        return Choice.store(groups_for(use, _TRIED, self.group))
 
     def measured(self, found: Sequence[tuple[Use, float]]) -> None:
         """Use probes of the whole gradient in place of what backward showed."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.codecs import GroupQuant, Raw
 from lowtide.report import COMPRESSED, EXACT, HELD, SHARED
+from lowtide.session import packing
 from ranks import on_two_ranks
 from zoo import ZOO
 
@@ -1033,3 +1034,38 @@ def test_report_tells_which_kernels_ran():
     with lowtide.compress(net(), "actnn", min_numel=0) as session:
         net()(torch.randn(64, 32)).sum()
     assert session.report().kernels["cpu"]["quantize_groups"].startswith("numba")  # a test may have needed both
+
+
+def test_a_method_that_decides_alone_is_asked_once(monkeypatch):
+    """What is remembered of a storage gives the same bytes and gradients as asking again, also for other shapes."""
+    asked = []
+    decide = packing.Packer._decide
+    monkeypatch.setattr(packing.Packer, "_decide", lambda *a: asked.append(1) or decide(*a))
+
+    def step(session, model, batch):
+        torch.manual_seed(batch)
+        x = torch.randn(batch, 3, 16, 16)
+        model.zero_grad()
+        with session:
+            model(x).square().sum().backward()
+        return session.report().stored_nbytes, [p.grad.clone() for p in model.parameters()]
+
+    def counted(session, batch):
+        asked.clear()
+        return step(session, model, batch), len(asked)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    twin = copy.deepcopy(model)
+    session = lowtide.compress(model, "division", seed=1)
+    found = [counted(session, batch) for batch in (4, 4, 6, 4)]
+    questions = [n for _, n in found]
+    assert questions[0] > 0 and questions[1] == 0 and questions[2] > 0 and questions[3] == 0
+    other = lowtide.compress(twin, "division", seed=1)
+    for batch, ((stored, gradients), _) in zip((4, 4, 6, 4), found, strict=True):
+        other.policy.decided.clear()
+        again, anew = step(other, twin, batch)
+        assert again == stored
+        assert all(map(torch.equal, anew, gradients))
+    adaptive = lowtide.compress(model, "auto")
+    assert all(counted(adaptive, 4)[1] > 0 for _ in range(3))

@@ -41,7 +41,7 @@ class TensorMeta(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """Describe ``tensor``."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+        return tuple.__new__(cls, (tensor.shape, tensor.stride(), tensor.dtype))
 
     @property
     def numel(self) -> int:

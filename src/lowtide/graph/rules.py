@@ -59,6 +59,9 @@ def _band(
     low: float | str, high: float | str, *, closed: bool = False, nan: bool = True
 ) -> Callable[[Slot], Codec | None]:
     """A mask whose limits are numbers, or scalars the node saved."""
+    if not isinstance(low, str) and not isinstance(high, str) and not closed:
+        always = Mask(low, high, closed, nan)
+        return lambda _: always
 
     def codec(slot: Slot) -> Codec | None:
         ends = []
@@ -380,20 +383,22 @@ def register_rule(
 
 def rule_for(slot: Slot) -> Rule | None:
     """The row for a slot, refined by what its node says; None if the op is unknown."""
-    op, name = slot.site.op, slot.site.slot.partition("[")[0]
+    op, name = slot.site.op, slot.site.slot
     rule = RULES.get((op, name))
     if rule is None:
-        of, registered = _registered.get((op, slot.site.slot), (None, None))
-        return registered if of is None or slot.is_of(of) else None
-    if op == "Convolution" and not slot.needs_grad(1):
-        return _FROZEN_CONV
-    if name == "mat2" and slot.call == "linear":
+        if (rule := RULES.get((op, name.partition("[")[0]))) is None:
+            of, registered = _registered.get((op, name), (None, None))
+            return registered if of is None or slot.is_of(of) else None
+    elif op == "Convolution":
+        return rule if slot.needs_grad(1) else _FROZEN_CONV
+    elif name == "mat2" and slot.call == "linear":
         return _DERIVED_WEIGHT
-    edge = _FACTOR_EDGE.get((op, name))
-    if edge is not None and slot.call != "linear" and not slot.is_of_leaf(edge):
-        return _ACTIVATION
-    if rule.sharing is not None and 0 < rule.sharing(slot) < _LEAST_SHARING:
-        return _FEW
-    if op == "Pow" and not (float(exponent := slot.scalar("exponent")) >= 1 and float(exponent).is_integer()):
+    elif rule.need is Need.LINEAR:
+        edge = _FACTOR_EDGE.get((op, name))
+        if edge is not None and slot.call != "linear" and not slot.is_of_leaf(edge):
+            return _ACTIVATION
+    elif rule.sharing is not None:
+        return _FEW if 0 < rule.sharing(slot) < _LEAST_SHARING else rule
+    elif op == "Pow" and not (float(exponent := slot.scalar("exponent")) >= 1 and float(exponent).is_integer()):
         return _ROOT
     return rule

@@ -44,6 +44,8 @@ class Policy:
         self._twins = method
         self._remembered: dict[Use, Choice] = {}
         self._sharing: dict[Site, int] = {}  # in the whole batch, where this sees a part of it
+        self.decided: dict[Any, Any] = {}
+        """What a session made of choices that stay the same; see :meth:`remember`."""
 
     @property
     def rebuilds(self) -> bool:
@@ -85,8 +87,20 @@ class Policy:
         if choice is None:
             if len(self._remembered) >= _REMEMBERED:  # shapes that change from step to step
                 self._remembered.clear()
+                self.decided.clear()  # or `like` would not learn again of what is decided without a question
             choice = self._remembered[use] = self.method.choose(use)
         return choice
+
+    @property
+    def is_fixed(self) -> bool:
+        """Does the method decide alone? Then it answers the same question always alike."""
+        return self.tuner is None and self.demand is None and not self._sharing
+
+    def remember(self, question: Any, answer: Any) -> None:
+        """Keep an answer that follows from the method alone, for as long as the method decides alone."""
+        if len(self.decided) >= _REMEMBERED:
+            self.decided.clear()
+        self.decided[question] = answer
 
     def like(self, model: nn.Module, share: float = 1.0) -> Policy:
         """A policy that decides as this one does now, for a part ``share`` of the samples, and learns apart."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..codecs import Codec, NotRepresentable, Packed, Raw, TensorMeta
 from ..codecs.base import form_of
 from ..graph import capture
+from ..graph.capture import Site
 from ..graph.derive import Origin
 from ..graph.rules import Need
 from ..policy.choice import Action, Choice
@@ -35,6 +38,33 @@ _RAW = Raw()
 _DEEPEST = 32  # stored tensors that one may be rebuilt from, one through the other: calls nest as deep in backward
 
 
+class Part(NamedTuple):
+    """What happens to one stretch of a storage; ``key`` is its place in ``Handle.encoded``."""
+
+    key: tuple[TensorMeta, int] | None
+    meta: TensorMeta
+    offset: int
+    site: Site
+    use: Use | None
+    choice: Choice | None
+    lossless: list[Codec]
+    origin: Origin | None
+
+
+class Decision(NamedTuple):
+    """What happens to one storage, and what the ledger says of it."""
+
+    parts: tuple[Part, ...]
+    total: int
+    away: int
+    place: str
+    used: tuple[object, ...]
+    why: str | None
+    """Why the storage stays as it is, if it does."""
+    is_general: bool
+    """Does the decision depend on the consumers, the size and the device of the storage alone?"""
+
+
 class Packer:
     """Asks a policy about each storage of a forward, and does what it says."""
 
@@ -52,11 +82,43 @@ class Packer:
 
     def seal(self, handle: Handle, raw: Tensor) -> None:
         """Encode the storage, or, where less than all of it is read, each stretch that is; or note why it stays."""
-        entry, extents = handle.entry, handle.extents()
-        total, away, asked = 0, 0, []
+        entry, policy = handle.entry, self.policy
+        # A method that decides alone answers the same question alike. Rebuilding depends on more than the consumers.
+        fixed = policy.is_fixed and handle.origin is None
+        question = (tuple(handle.consumers), handle.numel, entry.plain, raw.device) if fixed else None
+        decision: Decision | None = policy.decided.get(question) if fixed else None
+        if decision is None:
+            decision = self._decide(handle, raw)
+            if fixed and decision.is_general:
+                policy.remember(question, decision)
+        why = decision.why
+        if why is None:
+            try:
+                for part in decision.parts:
+                    handle.encoded[part.key] = self._carry_out(handle, cut(raw, part.meta, part.offset), part)
+            except NotRepresentable as reason:
+                handle.encoded.clear()
+                why = f"kept exactly: {reason}"
+        if why is not None or not any(p.choice and p.choice.action is Action.REBUILD for p in decision.parts):
+            handle.origin = None  # its noise is its own, and it needs no other tensor
+        for part in decision.parts:
+            use, choice = part.use, part.choice
+            if use is not None and choice is not None and use.meta.numel >= policy.min_numel:  # small ones do not count
+                lost = why is not None and choice.action is not Action.KEEP
+                self.chosen.append((use, Choice.keep(why or "") if lost else choice))
+        if why is not None:
+            entry.why, entry.place = why, ""
+            return
+        handle.raw = None
+        entry.away, entry.place = decision.away, decision.place
+        entry.compressed(decision.total - decision.away, *decision.used)
+
+    def _decide(self, handle: Handle, raw: Tensor) -> Decision:
+        """Ask about each stretch that is read; and is it worth it?"""
+        total, away, place, parts = 0, 0, "", []
         used: list[object] = []
         kept = on_purpose = False  # does any stretch stay exact? is any stored even if that saves no bytes?
-        for key, meta, offset, consumers in extents:
+        for key, meta, offset, consumers in handle.extents():
             tensor = cut(raw, meta, offset)
             use, lossless, origin = self._asked(handle, meta, consumers, handle.origin if key is None else None)
             choice, nbytes = (None, 0) if use is None else self._choose(use, tensor, origin)
@@ -65,38 +127,23 @@ class Packer:
                 kept = kept or action is Action.KEEP
                 on_purpose = on_purpose or action is Action.OFFLOAD or type(codec) is Raw
                 _add(used, codec or (_RAW if action is Action.KEEP else action.shown))
-                if (place := place_away(choice.home, tensor.device)) is not None:
-                    away, entry.place = away + nbytes, place
+                if (elsewhere := place_away(choice.home, tensor.device)) is not None:
+                    away, place = away + nbytes, elsewhere
             for codec in lossless:
                 nbytes += codec.packed_nbytes(meta)
                 _add(used, codec)
             total += nbytes
-            asked.append((tensor, use, choice, lossless, origin))
+            parts.append(Part(key, meta, offset, consumers[0].site, use, choice, lossless, origin))
+        choices = [part.choice for part in parts if part.choice is not None]
         why = None
-        if kept and all(choice is None or choice.action is Action.KEEP for _, _, choice, _, _ in asked):
-            why = next(choice.why for _, _, choice, _, _ in asked if choice is not None)
-        elif total >= entry.plain and not on_purpose:
+        if kept and all(choice.action is Action.KEEP for choice in choices):
+            why = choices[0].why
+        elif total >= handle.entry.plain and not on_purpose:
             why = "packing would not make it smaller"
-        else:
-            try:
-                for (key, meta, _, consumers), (tensor, _, choice, lossless, origin) in zip(
-                    extents, asked, strict=True
-                ):
-                    handle.encoded[key] = self._carry_out(handle, tensor, meta, consumers, choice, lossless, origin)
-            except NotRepresentable as reason:
-                handle.encoded.clear()
-                why = f"kept exactly: {reason}"
-        if why is not None or not any(choice and choice.action is Action.REBUILD for _, _, choice, _, _ in asked):
-            handle.origin = None  # its noise is its own, and it needs no other tensor
-        for _, use, choice, _, _ in asked:
-            lost = why is not None and choice is not None and choice.action is not Action.KEEP
-            self._note(use, Choice.keep(why or "") if lost else choice)
-        if why is not None:
-            entry.why, entry.place = why, ""
-            return
-        handle.raw = None
-        entry.away = away
-        entry.compressed(total - away, *used)
+        # A stretch, or the form of the storage's base, follows from more than the consumers; so does what moves away.
+        views = [consumer.view for consumer in handle.consumers]
+        is_general = parts[0].key is None and parts[0].meta in views and all(c.home == "device" for c in choices)
+        return Decision(tuple(parts), total, away, place, tuple(used), why, is_general)
 
     def _asked(
         self, handle: Handle, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
@@ -135,34 +182,22 @@ class Packer:
         except ValueError as error:
             return Choice.keep(f"its codec does not fit: {error}"), use.meta.nbytes
 
-    def _note(self, use: Use | None, choice: Choice | None) -> None:
-        """Remember what was decided about values, for the plan; small tensors are no decision."""
-        if use is not None and choice is not None and use.meta.numel >= self.policy.min_numel:
-            self.chosen.append((use, choice))
-
-    def _carry_out(
-        self,
-        handle: Handle,
-        tensor: Tensor,
-        meta: TensorMeta,
-        consumers: list[Consumer],
-        choice: Choice | None,
-        lossless: list[Codec],
-        origin: Origin | None,
-    ) -> Encoded:
-        """Encode a tensor as it was chosen; None stands for a tensor of which only lossless forms are read."""
+    def _carry_out(self, handle: Handle, tensor: Tensor, part: Part) -> Encoded:
+        """Encode a tensor as it was chosen; without a choice only lossless forms are read."""
+        meta, choice, lossless = part.meta, part.choice, part.lossless
         if not capture.has_data(tensor):
             # Nothing to pack, and nothing to check: the bytes reported are predicted ones in any case.
             self.without_data = True
             form = SHAPE_ONLY.encode(tensor, key=0)
             return Encoded(None if choice is None else form, dict.fromkeys(lossless, form), None)
         rebuilt = choice is not None and choice.action is Action.REBUILD
-        rectified = choice is not None and SIGN in lossless and any(is_support(c, meta) for c in consumers)
+        rectified = part.use is not None and part.use.rectified
         on_the_way = rectified and not rebuilt  # the codec finds the mask while it looks at the values
         packs = {c: c.encode(tensor, key=0) for c in lossless if not on_the_way or c != SIGN} if lossless else {}
         if choice is None:
             return Encoded(None, packs, None)
         if rebuilt:
+            origin = part.origin
             assert origin is not None
             read = read_for(origin.terms)
             for source in read:  # those that are not settled yet may be rebuilt themselves
@@ -170,7 +205,7 @@ class Packer:
             handle.entry.why = f"rebuilt from {described(origin)}"
             return Encoded(Rebuilt(origin, meta), packs, packs[SIGN].buffers[0] if rectified else None)
         codec = choice.codec or _RAW  # a stretch that is kept beside others that are not has bytes of its own
-        key, support = key_of(consumers[0].site, handle.noise), None
+        key, support = key_of(part.site, handle.noise), None
         if on_the_way:
             packed, support = codec.encode_rectified(tensor, key=key)
             packs[SIGN] = Packed(SIGN, form_of(tensor)[0], (support,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import warnings
@@ -76,6 +75,7 @@ class Session:
         self._probing = False
         self._repeated: tuple[Callable[[], Tensor], int] | None = None
         self._abilities = capture.probe()
+        self._sole = self._abilities.sole
         self._capture: Capture | None = None
         self._entered = 0
         self._thread = 0
@@ -83,7 +83,6 @@ class Session:
         self._forwards = 0
         self._begun = False
         self._by_hook = False  # was it opened by a forward of an attached model?
-        self._static: dict[int, weakref.ref[Any]] = {}  # storages of the model's own tensors, as long as they live
         self._exposed: dict[int, weakref.ref[Any]] = {}
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._recent: list[weakref.ref[Handle]] = []
@@ -115,10 +114,6 @@ class Session:
                 f"lowtide cannot reach saved tensors in torch {torch.__version__}; nothing is compressed",
                 stacklevel=3,
             )
-        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        parts = [part for t in tensors for part in capture.strided_parts(t)]
-        storages = [capture.storage_of(t) for t in parts if capture.has_storage(t)]
-        self._static = {capture.storage_id(s): weakref.ref(s) for s in storages if s is not None}
         self._ledger.clear()
         self._packer.clear()
         self._forget()
@@ -142,7 +137,7 @@ class Session:
             self._capture = None  # it refers to us: a cycle would wait for the garbage collector
         for reference in (*self._recent, *self._waiting):
             handle = reference()
-            if handle is not None and not self._seal_if_ours(handle) and handle.raw is not None:
+            if handle is not None and not self._settled(reference) and handle.raw is not None:
                 handle.entry.left()
         self._ledger.close()
         self._forget()
@@ -215,8 +210,6 @@ class Session:
             self._keep_odd(slot.site, tensor)
             return
         identity = capture.storage_id(storage)
-        if identity in self._static and self._is_static(identity, storage):
-            return
         if self._scope is not None and (outside := self._scope.reason(slot.site.module)) is not None:
             self._count(slot, identity, outside, kept=True)
             return
@@ -261,7 +254,7 @@ class Session:
         """Note a tensor without a plain storage of its own; one of the model's own sparse ones costs nothing."""
         values = capture.strided_parts(tensor)[0]
         storage = None if values is tensor or not capture.has_storage(values) else values.untyped_storage()
-        if storage is None or not self._is_static(capture.storage_id(storage), storage):
+        if storage is None or not self._is_static(storage):
             self._ledger.add_odd(site, tensor)
 
     def _store(self, slot: Slot, identity: int, consumer: Consumer, why: str) -> None:
@@ -280,7 +273,10 @@ class Session:
             if self.policy.ignores(numel, total):
                 self._count(slot, identity, "small", kept=True)
                 return
-            entry = self._count(slot, identity, why, by_handle=True, meta=meta)
+            if handle is None and self._ledger.known(slot.storage) is None:
+                entry = self._ledger.add(slot.site, meta, slot.storage, why, by_handle=True)
+            else:
+                entry = self._count(slot, identity, why, by_handle=True, meta=meta)
             whole = capture.base_of(tensor) if numel != total else None
             base = None if whole is None else TensorMeta.of(whole)
             handle = Handle(tensor.detach(), identity, base, total, self._noise, entry)
@@ -300,14 +296,14 @@ class Session:
         if tuner is not None and consumer.lossless is None:
             unpack = watch(slot, consumer, light, tuner, unpack)
         slot.saved.register_hooks(lambda _: light, unpack)
-        if self._abilities.sole is None:
-            self._seal_if_ours(handle)
+        if self._sole is None:
+            self._seal(handle)
 
     def _expose(self, storage: Any) -> None:
         """Leave a storage to autograd, because ``.data`` may change it from now on without a trace."""
-        identity = capture.storage_id(storage)
-        if self._is_static(identity, storage):
+        if self._is_static(storage):
             return
+        identity = capture.storage_id(storage)
         self._exposed[identity] = weakref.ref(storage)
         handle = self._pending(identity)
         if handle is not None and handle.is_source:
@@ -346,10 +342,9 @@ class Session:
             handle.is_source = True
         return origin._replace(terms=tuple(terms))
 
-    def _is_static(self, identity: int, storage: Any) -> bool:
-        """Does the storage belong to the model? An identity alone may be that of one that is gone."""
-        known = self._static.get(identity)
-        return known is not None and known() is storage
+    def _is_static(self, storage: Any) -> bool:
+        """Does the storage belong to the model?"""
+        return self._capture is not None and self._capture.owns(storage)
 
     def _pending(self, identity: int) -> Handle | None:
         """The handle whose storage this is. Its raw tensor keeps the storage, so the identity holds."""
@@ -404,29 +399,37 @@ class Session:
     def _settle(self) -> None:
         """After each torch call: encode what the call's end left to the graph alone."""
         if self._recent:
-            self._recent = [r for r in self._recent if not self._settled(r)]
-            if len(self._recent) > _RECENT:
-                self._waiting.append(self._recent.pop(0))
-        if self._waiting:
-            for _ in range(min(2, len(self._waiting))):
-                reference = self._waiting.popleft()
-                if not self._settled(reference):
-                    self._waiting.append(reference)
+            sole, owners, still = self._sole, capture.use_count, []
+            for reference in self._recent:
+                handle = reference()
+                if handle is None or handle.raw is None:
+                    continue
+                if sole is not None and owners(handle.identity) > sole:
+                    still.append(reference)
+                else:
+                    self._seal(handle)
+            self._recent = still
+            if len(still) > _RECENT:
+                self._waiting.append(still.pop(0))
+        for _ in range(min(2, len(self._waiting))):
+            reference = self._waiting.popleft()
+            if not self._settled(reference):
+                self._waiting.append(reference)
 
     def _settled(self, reference: weakref.ref[Handle]) -> bool:
-        handle = reference()
-        return handle is None or self._seal_if_ours(handle)
-
-    def _seal_if_ours(self, handle: Handle) -> bool:
         """Encode if only the graph owns the storage; True if there is nothing left to wait for."""
-        raw, sole = handle.raw, self._abilities.sole
-        if raw is None:
-            return True
-        if sole is not None and capture.use_count(handle.identity) > sole:
-            return False
-        if capture.version_of(raw) == handle.version:
-            self._packer.seal(handle, raw)
+        handle = reference()
+        if handle is not None and handle.raw is not None:
+            if self._sole is not None and capture.use_count(handle.identity) > self._sole:
+                return False
+            self._seal(handle)
         return True
+
+    def _seal(self, handle: Handle) -> None:
+        """Encode a storage that nobody changed since it was saved; if somebody did, reading it will complain."""
+        raw = handle.raw
+        if raw is not None and capture.version_of(raw) == handle.version:
+            self._packer.seal(handle, raw)
 
     # ------------------------------------------------------------ backward
 

@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
 # Apart, because transformers cannot be imported beside a torchvision whose compiled part does not load.
 ZOO := .venv-zoo
+NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
 .PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
         evidence-safety clean
@@ -37,10 +38,10 @@ check: lint
 	$(BIN)/python -m pytest
 
 bench: $(READY)
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py --out benchmarks/results/$(NOW)
 
 bench-full: $(READY)
-	$(BIN)/python benchmarks/run.py --full
+	$(BIN)/python benchmarks/run.py --full --rounds 3 --out benchmarks/results/$(NOW)
 
 $(EVIDENCE): $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[evidence]'

@@ -1,6 +1,7 @@
-"""What is measured: networks with their batch, the modes a step can run in, codecs.
+"""What is measured: networks with their batch, the modes a step can run in, the settings of the allocator.
 
-A *subject* is a setup function: ``SUBJECTS[name](batch) -> Subject``. A *mode* is a way to run its step.
+A *subject* is a setup function: ``SUBJECTS[name](batch) -> Subject``. A *mode* is a way to run its step. The allocator
+is "default" or "tuned".
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.tools import demo
+from lowtide.tools.malloc import start_environment
+from lowtide.tools.measure import run_child
 from nets import BasicBlock, Bottleneck, DoubleConv, UNet3d, resnet20, resnet50
 
 
@@ -25,8 +29,8 @@ class Subject:
     model: nn.Module
     loss: Callable[[nn.Module], Tensor]
     blocks: list[nn.Module]
-    sessions: dict[str, lowtide.Session] = field(default_factory=dict)
-    """One for each mode, opened again in every step: what an adaptive method learns stays."""
+    session: lowtide.Session | None = None
+    """Opened again in every step: what an adaptive method learns stays."""
 
 
 def _images(model: nn.Module, x: Tensor, classes: int, kind: type[nn.Module]) -> Subject:
@@ -70,6 +74,7 @@ def _mlp(depth: int, width: int, batch: int) -> Subject:
 
 SUBJECTS: dict[str, Callable[[int], Subject]] = {
     "resnet50": lambda n: _images(resnet50(), torch.randn(n, 3, 224, 224), 1000, Bottleneck),
+    "demo": lambda n: _images(demo.network(), torch.randn(n, 1, 32, 32), 10, demo.Block),
     "resnet20": lambda n: _images(resnet20(), torch.randn(n, 3, 32, 32), 10, BasicBlock),
     "bert": _bert,
     "gpt2": _gpt2,
@@ -79,7 +84,7 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
     **{f"depth-{d}": functools.partial(_mlp, d, 512) for d in (10, 25, 50, 100, 200)},
 }
 
-BATCH = {"resnet50": 16, "resnet20": 128, "bert": 8, "gpt2": 2, "unet3d": 2, "tiny-mlp": 8, "tiny-cnn": 2}
+BATCH = {"resnet50": 16, "demo": 64, "resnet20": 128, "bert": 8, "gpt2": 2, "unet3d": 2, "tiny-mlp": 8, "tiny-cnn": 2}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "lossless": ("lossless", {}),
     "division": ("division", {}),
@@ -98,23 +103,25 @@ def checkpoint_blocks(subject: Subject) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
-def step(subject: Subject, mode: str, **options: Any) -> tuple[int, int]:
-    """One forward and backward; returns plain and stored bytes of what autograd kept (0, 0 if unknown).
-
-    ``mode`` is plain, checkpoint, a method, or ``bf16`` / ``bf16+method`` for autocast.
-    """
-    autocast, _, name = mode.rpartition("+") if "+" in mode else ("bf16" if mode == "bf16" else "", "", mode)
+def step(subject: Subject, mode: str, precision: str) -> None:
+    """One forward and backward. ``mode`` is plain, checkpoint or a method; ``precision`` bfloat16 means autocast."""
     subject.model.zero_grad(set_to_none=True)
-    context: Any = contextlib.nullcontext()
-    if name in METHODS:
-        method, defaults = METHODS[name]
-        if mode not in subject.sessions:
-            subject.sessions[mode] = lowtide.compress(subject.model, method, **defaults, **options)
-        context = subject.sessions[mode]
-    with context as session, torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
+    if mode in METHODS and subject.session is None:
+        method, options = METHODS[mode]
+        subject.session = lowtide.compress(subject.model, method, **options)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
+    with subject.session or contextlib.nullcontext(), autocast:
         loss = subject.loss(subject.model)
     loss.backward()
-    if session is None:
-        return 0, 0
-    report = session.report()
-    return report.plain_nbytes, report.stored_nbytes
+
+
+def in_child(function: str, argument: dict[str, Any], allocator: str) -> dict[str, Any]:
+    """Call it in a new process that starts as the allocator needs it; it has to call :func:`tune` first."""
+    variables = start_environment() if allocator == "tuned" else {}
+    return run_child(function, argument | {"allocator": allocator}, exact_rss=False, variables=variables)
+
+
+def tune(argument: dict[str, Any]) -> None:
+    """Set up this process as :func:`in_child` was told."""
+    if argument["allocator"] == "tuned" and not lowtide.tune_cpu_allocator():
+        raise RuntimeError("this system's allocator cannot be tuned")

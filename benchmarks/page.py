@@ -1,20 +1,24 @@
-"""Write the tables of docs/benchmarks.md from a results file: ``page.py results/X.csv``.
+"""Write the tables of docs/benchmarks.md from the rows in ``results``: ``page.py``; ``page.py readme`` prints README's.
 
-Of several rows for one thing the last counts. A table stands between ``<!-- name -->`` and ``<!-- end -->``.
+A table stands between ``<!-- name -->`` and ``<!-- end -->``. Of several rounds of a step it has the median, and for
+times the range. Of several rows for anything else the last counts.
 """
 
 from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+RESULTS = Path(__file__).parent / "results"
 NETWORKS = {
     "resnet50": "ResNet-50, batch 16, 224 px",
     "bert": "BERT-base shapes, batch 8, 128 tokens",
     "gpt2": "GPT-2 small shapes, batch 2, 256 tokens",
+    "demo": "the demo's small ResNet, batch 64, 32 px",
     "resnet20": "ResNet-20, batch 128, 32 px",
     "unet3d": "3-D U-Net, batch 2, 32x64x64",
 }
@@ -25,14 +29,11 @@ MODES = {
     "division": "**division**, 2 bits",
     "actnn": "**actnn**, 2 bits on average",
     "actnn-fixed": "actnn, 2 bits each (L2)",
-    "auto": "**auto**, 2.3 bits",
+    "auto": "**auto**, 3 bits on average",
     "tinyscript": "tinyscript, 2 bits",
     "gact": "gact, 4 bits on average",
     "pool": "pool by 2",
     "cast-bfloat16": "cast to bfloat16",
-    "bf16": "bfloat16 autocast",
-    "bf16+division": "autocast and division",
-    "bf16+actnn": "autocast and actnn",
 }
 CODECS = {
     "fresh-copy": "`clone()` (into fresh memory)",
@@ -49,52 +50,122 @@ CODECS = {
 }
 LARGE = "102760448"  # bytes: 103 MB
 Key = tuple[str, str, str, str, str, str]
+Row = dict[str, str]
+
+
+class Steps:
+    """Rows of steps of one network in one setting, by allocator and mode."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            self._rows.setdefault((row["allocator"], row["mode"]), []).append(row)
+
+    def has(self, allocator: str, mode: str) -> bool:
+        return (allocator, mode) in self._rows
+
+    def cells(self, allocator: str, mode: str, name: str) -> list[float]:
+        return [float(row[name]) for row in self._rows.get((allocator, mode), [])]
+
+    def peak(self, allocator: str, mode: str) -> float:
+        """Of a step, above what is at rest."""
+        pairs = zip(self.cells(allocator, mode, "peak"), self.cells(allocator, mode, "rest"), strict=True)
+        return median(peak - rest for peak, rest in pairs)
+
+    def time(self, allocator: str, mode: str) -> str:
+        if mode == "plain":
+            return f"{median(self.cells(allocator, mode, 'median_s')):.3g} s"
+        ratios = self.cells(allocator, mode, "ratio")
+        spread = f" ({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else ""
+        return f"{median(ratios):.2f}x{spread}"
+
+    def less(self, allocator: str, mode: str) -> str:
+        """How much less is kept for backward."""
+        stored = median(self.cells(allocator, mode, "stored"))
+        return f"{median(self.cells(allocator, mode, 'plain')) / stored:.1f}x less" if stored else ""
+
+
+def read_steps(path: Path, case: str) -> dict[tuple[str, str, str, str], Steps]:
+    """(subject, size, precision, load) -> its rows, in the order of the file."""
+    found: dict[tuple[str, str, str, str], list[Row]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["case"] == case:
+                found.setdefault((row["subject"], row["size"], row["precision"], row["load"]), []).append(row)
+    return {key: Steps(rows) for key, rows in found.items()}
 
 
 def read(path: Path) -> dict[Key, float]:
     """(case, subject, size, mode, allocator, metric) -> median."""
     found: dict[Key, float] = {}
-    with path.open() as file:
+    with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             key = (row["case"], row["subject"], row["size"], row["mode"], row["allocator"], row["metric"])
             found[key] = float(row["median"])
     return found
 
 
-def picker(found: dict[Key, float], case: str, subject: str, size: str) -> Callable[..., float]:
-    """Looks up a mode's metric; 0.0 if it was not measured."""
-
-    def pick(mode: str, metric: str, allocator: str = "default") -> float:
-        return found.get((case, subject, size, mode, allocator, metric), 0.0)
-
-    return pick
-
-
-def steps(found: dict[Key, float]) -> str:
+def steps(results: Path) -> str:
     """A row for each mode of each network."""
     lines = [
-        "| | peak MiB | of plain | time, default allocator | time, tuned allocator | kept for backward |",
-        "|---|---|---|---|---|---|",
+        "| | **tuned allocator:** time | peak MiB | of plain | whole process "
+        "| **default:** time | peak MiB | of plain | whole process | page faults | kept for backward |",
+        "|---" * 11 + "|",
     ]
-    measured = dict.fromkeys((subject, size) for case, subject, size, *_ in found if case == "step")
-    for subject, size in sorted(measured, key=lambda item: list(NETWORKS).index(item[0])):
-        pick = picker(found, "step", subject, size)
+    found = read_steps(results / "steps.csv", "step")
+    order = list(NETWORKS)
+    for key in sorted(found, key=lambda k: (bool(k[3]), k[2] != "float32", order.index(k[0]))):
+        subject, _, precision, load = key
+        group = found[key]
+        head = NETWORKS[subject]
+        head += ", autocast to bfloat16" if precision == "bfloat16" else ""
+        head += f", beside {load}" if load else ""
         for mode, name in MODES.items():
-            peak = pick(mode, "peak")
-            if not peak:
+            cells = []
+            for allocator in ("tuned", "default"):
+                if not group.has(allocator, mode):
+                    cells += [""] * 4
+                    continue
+                peak = group.peak(allocator, mode)
+                cells += [
+                    group.time(allocator, mode),
+                    f"{peak / 2**20:.0f}",
+                    f"{peak / group.peak(allocator, 'plain'):.2f}",
+                    f"{median(group.cells(allocator, mode, 'process')) / 2**20:.0f}",
+                ]
+            if not any(cells):
                 continue
-            times = [(pick(mode, "time", a), pick("plain", "time", a)) for a in ("default", "tuned")]
-            cells = [f"{own:.3g} s" if mode == "plain" else f"{own / base:.2f}x" for own, base in times]
-            stored = pick(mode, "stored")
-            cells.append(f"{pick(mode, 'plain') / stored:.1f}x less" if stored else "")
-            head = f"**{NETWORKS[subject]}**: plain" if mode == "plain" else name
-            ratio = peak / pick("plain", "peak")
-            lines.append(f"| {head} | {peak / 2**20:.0f} | {ratio:.2f} | " + " | ".join(cells) + " |")
+            faults = group.cells("default", mode, "faults")
+            cells.append(f"{median(faults) / 1e6:.2f} M" if faults else "")
+            cells.append(group.less("tuned", mode))
+            lines.append(f"| {f'**{head}**: plain' if mode == 'plain' else name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def codecs(found: dict[Key, float]) -> str:
+def readme(results: Path) -> str:
+    """The table of the README: the tuned allocator, float32."""
+    shown = {"plain": "plain", "checkpoint": "checkpoint", "division": "division", "actnn": "actnn", "auto": "auto"}
+    lines = ["| | peak of a step, MiB | of the whole process | time of a step | kept for backward |", "|---" * 5 + "|"]
+    found = read_steps(results / "steps.csv", "step")
+    for subject, network in NETWORKS.items():
+        for (name, _, precision, load), group in found.items():
+            if name != subject or precision != "float32" or load or name not in ("resnet50", "bert", "gpt2"):
+                continue
+            modes = [mode for mode in shown if group.has("tuned", mode)]
+            cells = [
+                [f"{group.peak('tuned', m) / 2**20:.0f}" for m in modes],
+                [f"{median(group.cells('tuned', m, 'process')) / 2**20:.0f}" for m in modes],
+                [f"{median(group.cells('tuned', m, 'ratio')):.2f}" for m in modes],
+                ["1", *(group.less("tuned", m).removesuffix(" less") or "-" for m in modes[1:])],
+            ]
+            head = f"{network}: {' / '.join(shown[m] for m in modes)}"
+            lines.append(f"| {head} | " + " | ".join(" / ".join(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def codecs(results: Path) -> str:
     """Bandwidth over that of copy_."""
+    found = read(results / "codecs.csv")
     copies = [found["codec", "copy_", LARGE, "copy_", allocator, "bandwidth"] for allocator in ("default", "tuned")]
     lines = [
         "| | encode, default | encode, tuned | decode, default | decode, tuned |",
@@ -111,8 +182,9 @@ def codecs(found: dict[Key, float]) -> str:
     return "\n".join(lines)
 
 
-def sizes(found: dict[Key, float]) -> str:
+def sizes(results: Path) -> str:
     """Bandwidth over that of copy_ against the size of a tensor."""
+    found = read(results / "codecs.csv")
     shown = [f"{codec} {way}" for codec in ("group_quant-2", "block_mean-2", "mask") for way in ("encode", "decode")]
     heads = [f"{CODECS[name.split()[0]].removesuffix(', 2 bits')}, {name.split()[1]}" for name in shown]
     lines = ["| float32 | `copy_` | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
@@ -123,8 +195,9 @@ def sizes(found: dict[Key, float]) -> str:
     return "\n".join(lines)
 
 
-def limits(found: dict[Key, float]) -> str:
+def limits(results: Path) -> str:
     """Nanoseconds a value by the size of maps."""
+    found = read(results / "codecs.csv")
 
     def time(name: str) -> str:
         return f"{found['limits', name, '', name, 'tuned', 'time']:.2f}"
@@ -138,38 +211,28 @@ def limits(found: dict[Key, float]) -> str:
     return "\n".join(lines)
 
 
-def growth(found: dict[Key, float]) -> str:
-    """Time and peak against depth and batch."""
-    lines = ["| | plain step | plain peak | compressed: time | peak | checkpoint: time | peak |", "|---" * 7 + "|"]
-    measured = dict.fromkeys((subject, size) for case, subject, size, *_ in found if case == "scaling")
-    for subject, size in measured:
-        pick = picker(found, "scaling", subject, size)
-        depth = subject.removeprefix("depth-")
-        deep = depth != subject
-        name = f"MLP, {depth} layers of 512, batch {size} (actnn)" if deep else f"ResNet-50, batch {size} (division)"
-        cells = [f"{pick('plain', 'time'):.3f} s", f"{pick('plain', 'peak') / 2**20:.0f} MiB"]
-        for mode in ("actnn" if deep else "division", "checkpoint"):
-            for metric in ("time", "peak"):
-                own = pick(mode, metric)
-                cells.append(f"{own / pick('plain', metric):.2f}x" if own else "")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+TABLES: dict[str, Callable[[Path], str]] = {
+    "steps": steps,
+    "limits": limits,
+    "codecs": codecs,
+    "sizes": sizes,
+}
 
 
-TABLES = {"steps": steps, "limits": limits, "growth": growth, "codecs": codecs, "sizes": sizes}
-
-
-def filled(page: str, found: dict[Key, float]) -> str:
+def filled(page: str, results: Path) -> str:
     """The page with its tables made anew."""
     for name, table in TABLES.items():
         before, start, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("\n<!-- end -->")
         if not start or not end:
             raise ValueError(f"the page has no place for {name!r}")
-        page = before + start + table(found) + end + after
+        page = before + start + table(results) + end + after
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), read(Path(sys.argv[1]))), encoding="utf-8")
-    print(f"wrote {PAGE.name}")
+    if sys.argv[1:] == ["readme"]:
+        print(readme(RESULTS))
+    else:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+        print(f"wrote {PAGE.name}")

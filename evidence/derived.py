@@ -18,9 +18,8 @@ from torch import nn
 
 import lowtide
 from benchmarks.chart import DOCS
-from benchmarks.run import environment
 from evidence import shapes
-from evidence.fidelity import RESULTS, Batch, gradient, stored_bits, values_of
+from evidence.fidelity import RESULTS, Batch, environment, gradient, stored_bits, values_of
 
 DRAWS = 4
 BITS = (2, 4, 8)

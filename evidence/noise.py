@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import lowtide
-from benchmarks.run import environment
+from evidence.fidelity import environment
 from evidence.tasks import ARMS, TASKS, Batch, Problem
 from evidence.training import NOISE, Job, prepared, read, train_epoch
 from lowtide.session.replay import gradients

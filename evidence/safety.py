@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from benchmarks.run import environment
+from evidence.fidelity import environment
 from evidence.zoo import SUBJECTS, Case
 from lowtide.codecs import GroupQuant
 

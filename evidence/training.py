@@ -33,9 +33,8 @@ from torch import nn
 
 import benchmarks.nets
 import lowtide
-from benchmarks.run import environment
 from evidence import data, fidelity, nets, tasks
-from evidence.fidelity import RESULTS
+from evidence.fidelity import RESULTS, environment
 from evidence.tasks import ARMS, TASKS, Batch, Problem
 
 _PAUSE = 60.0

@@ -1,4 +1,4 @@
-"""Tuning the allocator: it takes effect, in this process only, and changes nothing but page faults."""
+"""Tuning the allocator: freed memory stays, is used again, and can be given back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from lowtide.tools.malloc import can_tune
+from lowtide.tools import malloc
+from lowtide.tools.malloc import can_tune, start_environment
 from lowtide.tools.measure import run_child
 
 
@@ -42,6 +43,46 @@ def test_freed_memory_is_kept_and_page_faults_go():
     # heap may grow by another tensor or two until the pieces fit.
     assert plain["faults"] > 160_000
     assert tuned["faults"] < plain["faults"] / 4
+
+
+def grow_heap(argument, emit):
+    """Two tensors of 4 MiB come and go a hundred times, and each time twenty small ones stay."""
+    import torch
+
+    import lowtide
+    from lowtide.tools.measure import resident
+
+    assert lowtide.tune_cpu_allocator()
+    before, kept = resident("VmRSS"), []
+    for _ in range(100):
+        large = torch.ones(2**20), torch.ones(2**20)
+        kept.extend(torch.ones(8) for _ in range(20))
+        del large
+    grown = resident("VmRSS") - before
+    large = [torch.ones(2**20) for _ in range(50)]
+    del large
+    peak = resident("VmRSS")
+    assert malloc.give_back()
+    return {"grown": grown, "given back": peak - resident("VmRSS")}
+
+
+@pytest.mark.skipif(not can_tune(), reason="needs glibc")
+def test_a_heap_that_starts_as_it_should_does_not_grow_beyond_what_is_alive():
+    found = run_child("test_allocator:grow_heap", {}, exact_rss=False, variables=start_environment())
+    # Alive are two large tensors and 2000 small ones of less than a KiB each: 10 MiB.
+    assert found["grown"] < 40 * 2**20
+    assert found["given back"] > 150 * 2**20  # of the 200 MiB freed before
+
+
+def test_start_environment_keeps_what_is_set_and_is_empty_where_it_is_not_needed(monkeypatch):
+    caches = "glibc.malloc.tcache_count=0"
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    for version, expected in {(2, 37): caches, (2, 38): None, (3, 1): None, None: None}.items():
+        monkeypatch.setattr(malloc, "glibc_version", lambda version=version: version)
+        assert start_environment().get("GLIBC_TUNABLES") == expected
+    monkeypatch.setattr(malloc, "glibc_version", lambda: (2, 36))
+    monkeypatch.setenv("GLIBC_TUNABLES", f"glibc.malloc.arena_max=4:{caches}")
+    assert start_environment() == {"GLIBC_TUNABLES": f"glibc.malloc.arena_max=4:{caches}"}
 
 
 @pytest.mark.skipif(not can_tune() or shutil.which("cc") is None, reason="needs glibc and a C compiler")

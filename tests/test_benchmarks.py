@@ -1,30 +1,117 @@
-"""The page of benchmarks says what its rows say."""
+"""The page of benchmarks says what its rows say, and a row is one mode in a process of its own."""
 
 from __future__ import annotations
 
-import csv
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import page
+import rows
+import steps
 
-ROWS = page.PAGE.parent.parent / "benchmarks" / "results" / "2026-11-16.csv"
+MIB = 2**20
 
 
 def test_page_is_made_from_its_rows() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
-    assert page.filled(text, page.read(ROWS)) == text
-    assert ROWS.name in text
+    assert page.filled(text, page.RESULTS) == text
 
 
-def test_every_row_says_where_it_comes_from() -> None:
-    with ROWS.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) > 100
-    origin = ("date", "commit", "machine", "threads", "python", "torch", "numba", "lowtide")
-    assert all(row[name] for row in rows for name in origin)
+@pytest.mark.parametrize("name", ["steps.csv", "codecs.csv"])
+def test_every_row_says_where_it_comes_from(name: str) -> None:
+    found = rows.read(page.RESULTS / name)
+    assert len(found) > 20
+    assert all(row[cell] for row in found for cell in rows.ORIGIN)
+
+
+def test_rows_of_one_table_are_of_one_commit() -> None:
+    assert len({row["commit"] for row in rows.read(page.RESULTS / "steps.csv")}) == 1
+
+
+def test_every_group_of_a_plan_has_plain_first_and_checkpointing_beside() -> None:
+    groups = steps.plan(full=True)
+    assert len({group.key for group in groups}) == len(groups)
+    assert {group.key for group in steps.plan(full=False)} <= {group.key for group in groups}
+    assert all(group.modes[0] == "plain" for group in groups)
+    assert all("checkpoint" in group.modes for group in groups if group.case == "step")
 
 
 def test_a_page_without_a_place_for_a_table_is_refused() -> None:
     with pytest.raises(ValueError, match="no place for 'steps'"):
-        page.filled("# Benchmarks\n", page.read(ROWS))
+        page.filled("# Benchmarks\n", page.RESULTS)
+
+
+def test_a_table_compares_with_plain_of_the_same_setting_and_shows_the_range(tmp_path: Path) -> None:
+    """Two rounds by hand: peaks above rest 800 and 200 MiB tuned, 1000 and 500 default; ratios 1.1 and 1.3."""
+    made = dict.fromkeys(rows.ORIGIN, "x")
+    for number, ratio in ((1, 1.1), (2, 1.3)):
+        for allocator, plain, ours in (("tuned", 800, 200), ("default", 1000, 500)):
+            for mode, peak, rest, times in (("plain", plain, 300, 1.0), ("division", ours, 400, ratio)):
+                cells = {
+                    **dict(zip(steps.KEY, ("step", "resnet50", 16, "float32", "", allocator), strict=True)),
+                    **{"mode": mode, "round": number, "median_s": 2 * times, "ratio": times, "faults": 250_000},
+                    **{"peak": (peak + rest) * MIB, "rest": rest * MIB, "process": (peak + rest + 10) * MIB},
+                    **{"plain": 1200 if mode == "division" else 0, "stored": 100 if mode == "division" else 0},
+                }
+                rows.append(tmp_path / "steps.csv", steps.FIELDS, cells | made)
+    plain_line, division_line = page.steps(tmp_path).splitlines()[2:]
+    assert [cell.strip() for cell in plain_line.split("|")][2:-1] == [
+        *("2 s", "800", "1.00", "1110", "2 s", "1000", "1.00", "1310", "0.25 M", ""),
+    ]
+    assert [cell.strip() for cell in division_line.split("|")][2:-1] == [
+        *("1.20x (1.10-1.30)", "200", "0.25", "610", "1.20x (1.10-1.30)", "500", "0.50", "910", "0.25 M", "12.0x less"),
+    ]
+    assert page.readme(tmp_path).splitlines()[2] == (
+        "| ResNet-50, batch 16, 224 px: plain / division | 800 / 200 | 1110 / 610 | 1.00 / 1.20 | 1 / 12.0x |"
+    )
+
+
+def test_rounds_go_on_where_they_stopped_and_never_mix_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, str]] = []
+
+    def measure(group: steps.Group, mode: str) -> dict[str, float]:
+        ran.append((group.subject, mode))
+        seconds = 2.0 if mode == "plain" else 3.0
+        return {"median_s": seconds, "peak": 3 * MIB, "rest": MIB, "faults": 0}
+
+    made = dict.fromkeys(rows.ORIGIN, "x")
+    monkeypatch.setattr(steps, "measure", measure)
+    monkeypatch.setattr(steps, "in_child", lambda *_: {})
+    monkeypatch.setattr(steps, "origin", lambda: made)
+    path = tmp_path / "steps.csv"
+    groups = [steps.Group("step", name, 4, ("plain", "division")) for name in ("bert", "gpt2")]
+    assert not steps.run(path, groups[:1], 2, -1.0)
+    assert ran == []
+    assert steps.run(path, groups[:1], 1, 60.0)
+    assert steps.run(path, groups, 2, 60.0)
+    # A round is a turn of every mode of every network, and what the first call measured is not measured again.
+    assert ran == [(n, m) for n in ("bert", "gpt2", "bert", "gpt2") for m in ("plain", "division")]
+    found = rows.read(path)
+    assert [float(row["ratio"]) for row in found] == [1.0, 1.5] * 4
+    assert [row["round"] for row in found] == ["1"] * 4 + ["2"] * 4
+    made["commit"] = "y"
+    with pytest.raises(SystemExit, match="has rows of x, and this is y"):
+        steps.run(path, groups, 3, 60.0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_a_row_has_time_and_peak_of_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten layers and ten GELUs each keep an output of 2048 x 512 floats, and the batch: 84 MiB, and some gradients."""
+    monkeypatch.setattr(steps, "SECONDS", 0.0)
+    found = steps.measure(steps.Group("step", "depth-10", 2048, ("plain",)), "plain")
+    assert found["steps"] == steps.LEAST
+    assert 0 < found["min_s"] <= found["median_s"]
+    assert found["peak"] <= found["process"]
+    assert 84 * MIB < found["peak"] - found["rest"] < 130 * MIB
+    assert found["plain"] == found["stored"] == 0
+
+
+def test_settings_of_malloc_in_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    command = [sys.executable, str(Path(steps.__file__).with_name("run.py")), "step"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "MALLOC_MMAP_MAX_ would change the default allocator" in done.stderr

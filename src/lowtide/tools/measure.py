@@ -1,9 +1,9 @@
-"""Work in child processes, and honest peak memory of a step on the CPU.
+"""Work in child processes, and peak memory of a step on the CPU.
 
-By default glibc keeps freed blocks of up to some 32 MB, so a process does not shrink when tensors go, and the peak that
-it reports is 4 to 33 % too high and varies. With the settings in ``EXACT_RSS`` each larger block is mapped and given
-back on its own. The peak then equals the live bytes to about 1 MiB, but a step takes twice as long. The settings act
-only if they are set before a process starts. So memory is measured in a child process, and time in another one.
+By default glibc keeps freed blocks of up to some 32 MB, so a process does not shrink when tensors go, and its peak is
+higher than what was ever alive. With the settings in ``EXACT_RSS`` each larger block is mapped and given back on its
+own. The peak then equals the live bytes to about 1 MiB, but a step takes twice as long. The settings act only if they
+are set before a process starts. So live bytes are measured in a child process of their own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -42,19 +43,26 @@ class Child:
 
     The function ("module:name") takes ``argument`` and ``emit``; ``emit(event)`` reports an event and returns when the
     parent asks for the next one. Argument, events and result are dicts that JSON can carry. The child finds the same
-    modules as this process and writes its standard output to standard error. With ``exact_rss`` memory is exact and
-    time is not; without, the reverse.
+    modules as this process and writes its standard output to standard error. ``variables`` are added to its
+    environment; with ``exact_rss`` resident memory follows live memory, and steps take longer.
 
     The process lives within the ``with`` block only: whatever ends the block also ends the process. If this process is
     killed, the child ends at its next event.
     """
 
-    def __init__(self, function: str, argument: dict[str, Any], *, exact_rss: bool) -> None:
+    def __init__(
+        self,
+        function: str,
+        argument: dict[str, Any],
+        *,
+        exact_rss: bool,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.function = function
         self.result: dict[str, Any] | None = None
         """What the function returned, once :meth:`resume` has returned None."""
         self._next_line = json.dumps(argument) + "\n"  # what the child waits for: first its argument, then its turn
-        self._exact_rss = exact_rss
+        self._variables = {**variables, **(EXACT_RSS if exact_rss else {})}
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Child:
@@ -65,7 +73,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env=_environment(self._exact_rss),
+                env=_environment(self._variables),
                 encoding="utf-8",
             )
             opened.callback(self._end)
@@ -116,13 +124,14 @@ def run_child(
     argument: dict[str, Any],
     *,
     exact_rss: bool,
+    variables: Mapping[str, str] = MappingProxyType({}),
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Call ``function`` with ``argument`` in a new process (see :class:`Child`); return what it returns.
 
     ``on_event`` hears each event at once; the child waits until it has returned.
     """
-    with Child(function, argument, exact_rss=exact_rss) as child:
+    with Child(function, argument, exact_rss=exact_rss, variables=variables) as child:
         while (event := child.resume()) is not None:
             if on_event is not None:
                 on_event(event)
@@ -130,12 +139,12 @@ def run_child(
     return child.result
 
 
-def _environment(exact_rss: bool) -> dict[str, str]:
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in EXACT_RSS}
     environment["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     # Without this ``-m`` puts the current folder first, and a stray json.py there breaks the child.
     environment["PYTHONSAFEPATH"] = "1"
-    return environment | (EXACT_RSS if exact_rss else {})
+    return environment | dict(variables)
 
 
 def peak_above(run: Callable[[], object]) -> int:
@@ -157,12 +166,12 @@ def peak_above(run: Callable[[], object]) -> int:
 
 
 def reset_peak() -> None:
-    """Let the peak of resident memory (``VmHWM``) begin anew; OSError where the system cannot."""
+    """Let the peak that Linux reports (``VmHWM``) begin anew at what is resident now; OSError on other systems."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident(field: str) -> int:
-    """A line of ``/proc/self/status`` in bytes: ``VmRSS``, resident memory now, or ``VmHWM``, its peak."""
+    """Return bytes of this process that are in memory now (``VmRSS``), or were at most (``VmHWM``); Linux only."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:

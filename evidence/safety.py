@@ -356,12 +356,11 @@ def main() -> None:
             for row in rows_of(name):
                 rows.append({k: f"{v:.5g}" if isinstance(v, float) else str(v) for k, v in (row | machine).items()})
                 print(*(f"{key} {rows[-1].get(key, '')}" for key in FIELDS[:6]), sep="  ", flush=True)
-    order = list(SUBJECTS)
-    rows.sort(key=lambda row: order.index(row["net"]))
-    with given.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
+        rows.sort(key=lambda row: list(SUBJECTS).index(row["net"]))
+        with given.out.open("w", newline="") as file:  # after each network, so that an interrupted run is not lost
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
     given.page.write_text(page(rows), encoding="utf-8")
     print(f"{len(rows)} rows in {given.out}, a page in {given.page}")
 

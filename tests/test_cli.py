@@ -21,7 +21,7 @@ import torch
 import lowtide
 from lowtide import cli
 from lowtide.tools import demo, measure
-from lowtide.tools.malloc import can_tune
+from lowtide.tools.malloc import can_tune, start_environment
 
 MIB = 2**20
 
@@ -208,7 +208,7 @@ def test_demo_runs_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("sklearn")
     path = tmp_path / "demo.json"
-    command = [sys.executable, "-m", "lowtide", "demo", "--steps", "2", "--batch", "16", "--json", str(path)]
+    command = [sys.executable, "-m", "lowtide", "demo", "--steps", "6", "--batch", "16", "--json", str(path)]
     environment = dict(os.environ)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         environment.pop(name, None)
@@ -270,27 +270,28 @@ def test_conclusion_admits_noise_bad_accuracy_and_slow_kernels() -> None:
 
 def test_the_table_names_the_setting_of_each_measurement() -> None:
     line = demo.setting([EXACT, DIVISION])
-    assert "[1] above weights, optimizer and data, in another process" in line
-    assert "[2] median, each method in its own process with lowtide.tune_cpu_allocator()" in line
+    assert "above weights, optimizer and data" in line
+    assert "Each method in its own process with lowtide.tune_cpu_allocator()" in line
     line = demo.setting([EXACT, replace(DIVISION, allocator="default")])
     assert "tune_cpu_allocator" not in line
     assert "allocator as it is" in line
 
 
 def test_times_leave_out_the_warm_up_and_the_first_step_of_a_turn() -> None:
-    # Turns of five steps begin at 0, 5 and 10; the first two steps warm up.
-    assert demo.timed_steps(list(range(12))) == [2, 3, 4, 6, 7, 8, 9, 11]
+    # Turns of five steps begin at 0, 5 and 10; the first four steps warm up.
+    assert demo.timed_steps(list(range(12))) == [4, 6, 7, 8, 9, 11]
     assert demo.timed_steps([7.0, 8.0]) == [8.0]
 
 
 def test_methods_take_turns_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every method has its turn in each round, and peaks are measured when the processes of the trainings are gone."""
+    """Every method has its turn in each round, in a process that starts as the allocator needs it."""
     told: list[str] = []
     running: set[str] = set()
 
     class Recorder:
-        def __init__(self, function: str, argument: dict[str, Any], *, exact_rss: bool) -> None:
+        def __init__(self, function: str, argument: dict[str, Any], *, exact_rss: bool, variables: Any) -> None:
             assert not exact_rss
+            assert variables == start_environment()
             self.method, self.left = argument["method"], argument["steps"]
             self.result: dict[str, Any] | None = None
 
@@ -306,20 +307,14 @@ def test_methods_take_turns_in_processes_of_their_own(monkeypatch: pytest.Monkey
             self.left -= 1
             if self.left >= 0:
                 return {"step": 1}
-            self.result = {k: v for k, v in asdict(EXACT).items() if k not in ("method", "peak_nbytes")}
+            self.result = {k: v for k, v in asdict(EXACT).items() if k != "method"}
             return None
 
-    def peaks(function: str, argument: dict[str, Any], *, exact_rss: bool, on_event: Any) -> dict[str, int]:
-        assert exact_rss
-        assert not running
-        return dict.fromkeys(demo.METHODS, 3)
-
     monkeypatch.setattr(demo, "Child", Recorder)
-    monkeypatch.setattr(demo, "run_child", peaks)
     monkeypatch.setattr(demo, "_digits", lambda: {})
     rows = demo.compare(7, 16, told.append)
     assert told == [m for m in demo.METHODS for _ in range(5)] + [m for m in demo.METHODS for _ in range(2)]
-    assert [(row.method, row.peak_nbytes) for row in rows] == [(m, 3) for m in demo.METHODS]
+    assert [row.method for row in rows] == list(demo.METHODS)
 
 
 # ---------------------------------------------------------------- the meter

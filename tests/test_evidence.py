@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lowtide
-from evidence import chart, data, derived, fidelity, nets, shapes
+from evidence import chart, data, derived, fidelity, nets, safety, shapes, zoo
 from evidence.fidelity import Batch, Entry, difference, entries, gradient, measure, sgd_noise, values_of
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -263,7 +263,48 @@ def test_rows_of_derived_tensors_are_those_counted_by_hand(monkeypatch):
         assert plain["stored_nbytes"] - rebuilt["stored_nbytes"] == 8192 * bits / 8 + 4 * 8192 / 256
 
 
+def test_rows_of_safety_are_the_errors_measured_by_hand(monkeypatch):
+    model, batch = small_net(), small_batch()
+
+    def loss(change):
+        return torch.nn.functional.cross_entropy(model(batch.x + change), batch.y)
+
+    case = zoo.Case(model, loss)
+    exact = safety.gradient(case)
+    monkeypatch.setattr(safety, "SUBJECTS", {"toy": zoo.Subject("toy", "here", "few", lambda: case)})
+    found = {row["entry"]: row for row in safety.rows_of("toy")}
+    assert set(found) >= {"8 bits", "2 bits", *safety.DEFAULTS}
+    with lowtide.attach(model, "division", seed=0) as handle:
+        errors = [float((safety.gradient(case) - exact).norm() / exact.norm()) for _ in range(3)]
+        spent = handle.report().stored_nbytes
+    row = found["division"]
+    assert (row["first"], row["third"], row["stored_nbytes"]) == (errors[0], errors[2], spent)
+    assert found["8 bits"]["first"] < found["2 bits"]["first"]
+    for rival in safety.RIVALS:
+        if f"auto within {rival}" in found:
+            assert found[f"auto within {rival}"]["stored_nbytes"] <= found[rival]["stored_nbytes"]
+    assert any(entry.startswith("auto within") for entry in found)
+
+
+def test_only_networks_that_eight_bits_serve_are_judged():
+    rows = [
+        {"net": net, "entry": entry, "first": first, "third": third}
+        for net, entry, first, third in (
+            *(("good", "8 bits", "0.01", "0.01"), ("good", "actnn", "0.5", "3"), ("good", "2 bits", "9", "9")),
+            *(("bad", "8 bits", "0.01", "0.03"), ("bad", "actnn", "0.5", "3")),
+        )
+    ]
+    (judged,) = safety.judged(rows)
+    assert (judged["net"], safety.worst(judged)) == ("good", 3.0)
+
+
 # ---------------------------------------------------------------- docs
+
+
+def test_page_of_safety_is_that_of_the_rows():
+    rows = safety.read(safety.RESULTS)
+    assert {row["net"] for row in rows} == set(zoo.SUBJECTS)
+    assert safety.PAGE.read_text(encoding="utf-8") == safety.page(rows)
 
 
 def test_page_of_derived_tensors_is_that_of_the_rows():

@@ -193,7 +193,7 @@ def gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["auto", *METHODS])
 def test_no_default_is_lost_in_noise(method: str) -> None:
     torch.manual_seed(0)
     model, x, y = Net(), torch.randn(4, 3, 16, 16), torch.randint(10, (4,))

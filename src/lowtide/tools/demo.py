@@ -2,13 +2,13 @@
 
 Every method trains in its own process, as a user's would, from the same weights on the same batches. The processes take
 turns of a few steps, so that whatever else the machine does slows all methods alike, and each keeps the memory it frees
-(:func:`lowtide.tune_cpu_allocator`), as the README recommends. Peak memory is measured in one more process with another
-setting of the allocator, because exact memory and honest times exclude each other (see ``measure``).
+(:func:`lowtide.tune_cpu_allocator`), as the README recommends. Time and peak come from the same steps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import statistics
@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from .. import kernels
 from ..attachment import Attachment, attach
 from ..report import size
-from .malloc import tune_cpu_allocator
-from .measure import Child, Emit, peak_above, run_child
+from .malloc import give_back, start_environment, tune_cpu_allocator
+from .measure import Child, Emit, peak_above, reset_peak, resident
 
 EXACT = "exact"
 METHODS = (EXACT, "auto", "division", "actnn", "pool")
@@ -36,7 +36,7 @@ BATCH = 64
 
 _SIDE = 32
 _TRAIN = 1437  # four fifths of the 1797 digits
-_WARM = 2  # steps in which kernels compile and adaptive methods decide: not timed, not measured
+_WARM = 4  # steps in which kernels compile and adaptive methods decide first: not timed, not measured
 _TURN = 5  # steps that a method takes before the next has its turn; the first finds cold caches and is not timed
 _TOLERANCE = 0.01  # of test accuracy; less is a few images of 360
 
@@ -49,7 +49,7 @@ class MissingError(ImportError):
 class Row:
     """One method's run; bytes and seconds are those of one step.
 
-    Times were taken with the allocator that ``allocator`` names, "tuned" or "default"; the peak never was.
+    Both were taken with the allocator that ``allocator`` names, "tuned" or "default".
     """
 
     method: str
@@ -182,7 +182,7 @@ class _Training:
 
 
 def train(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Train in this process, with an event after each step; return everything a :class:`Row` needs but the peak."""
+    """Train in this process, with an event after each step; return everything a :class:`Row` needs."""
     tuned = tune_cpu_allocator()
     training = _Training(argument)
     losses: list[float] = []
@@ -191,18 +191,25 @@ def train(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
         start = time.perf_counter()
         losses.append(training.step(images, labels))
         seconds.append(time.perf_counter() - start)
+        if len(losses) == _WARM:
+            with contextlib.suppress(OSError):
+                reset_peak()
         emit({"step": len(losses)})
+    peak = _peak(training)
     # Accuracy first: counting the exact method's bytes takes a forward, which moves BatchNorm's averages.
     accuracy = training.accuracy()
     training.model.train()
     plain, stored = training.kept(images)
     timed = sorted(timed_steps(seconds))
+    if peak is None:
+        peak = peak_above(partial(training.step, images, labels))
     return {
         "accuracy": accuracy,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "plain_nbytes": plain,
         "stored_nbytes": stored,
+        "peak_nbytes": peak,
         "seconds": statistics.median(timed),
         "seconds_20": timed[len(timed) // 5],
         "seconds_80": timed[-1 - len(timed) // 5],
@@ -212,27 +219,22 @@ def train(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
     }
 
 
+def _peak(training: _Training) -> int | None:
+    """The highest memory since the warm-up, above what is there between steps; None but on Linux."""
+    try:
+        highest = resident("VmHWM")
+    except OSError:
+        return None
+    training.optimizer.zero_grad()
+    gc.collect()
+    give_back()
+    return highest - resident("VmRSS")
+
+
 def timed_steps(seconds: Sequence[float]) -> list[float]:
     """Leave out the warm-up and the first step of each turn; return the last step's time if no other is left."""
     counted = [value for i, value in enumerate(seconds) if i >= _WARM and i % _TURN]
     return counted or [seconds[-1]]
-
-
-def peaks(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Measure the peak memory of a step of each method, above weights, optimizer state and data.
-
-    This is for a child with exact memory, in which each training gives all its memory back before the next begins.
-    """
-    found = {}
-    for method in METHODS:
-        training = _Training({**argument, "method": method, "steps": _WARM + 1})
-        *warm, last = training.batches()
-        for images, labels in warm:
-            training.step(images, labels)
-            emit({"step": method})
-        found[method] = peak_above(partial(training.step, *last))
-        emit({"step": method})
-    return found
 
 
 def kernels_in_use() -> str:
@@ -245,12 +247,13 @@ def kernels_in_use() -> str:
 
 
 def compare(steps: int, batch: int, on_step: Callable[[str], None]) -> list[Row]:
-    """Train with every method in turn, then measure peaks; ``on_step`` hears a method, or "memory", each step."""
+    """Train with every method in turn; ``on_step`` hears a method each step."""
     argument = {"steps": steps, "batch": batch, "data": _digits()}
+    variables = start_environment()
     with contextlib.ExitStack() as stack:
         children = {
             method: stack.enter_context(
-                Child("lowtide.tools.demo:train", argument | {"method": method}, exact_rss=False)
+                Child("lowtide.tools.demo:train", argument | {"method": method}, exact_rss=False, variables=variables)
             )
             for method in METHODS
         }
@@ -261,8 +264,7 @@ def compare(steps: int, batch: int, on_step: Callable[[str], None]) -> list[Row]
                     on_step(method)
         for child in children.values():
             child.resume()
-    peak = run_child("lowtide.tools.demo:peaks", argument, exact_rss=True, on_event=lambda _: on_step("memory"))
-    return [Row(method, peak_nbytes=peak[method], **(child.result or {})) for method, child in children.items()]
+    return [Row(method, **(child.result or {})) for method, child in children.items()]
 
 
 def run(steps: int = STEPS, batch: int = BATCH, json_path: Path | None = None) -> None:
@@ -279,9 +281,8 @@ def run(steps: int = STEPS, batch: int = BATCH, json_path: Path | None = None) -
         raise MissingError(f"the demo needs rich and scikit-learn: pip install lowtide[demo] ({error})") from error
     bars = Console(stderr=True, highlight=False)
     columns = TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    totals = dict.fromkeys(METHODS, steps) | {"memory": len(METHODS) * (_WARM + 1)}
     with Progress(*columns, console=bars, disable=not bars.is_terminal) as progress:
-        tasks = {name: progress.add_task(name, total=total, start=False) for name, total in totals.items()}
+        tasks = {name: progress.add_task(name, total=steps, start=False) for name in METHODS}
 
         def on_step(name: str) -> None:
             if not progress.tasks[tasks[name]].started:
@@ -339,8 +340,8 @@ def setting(rows: Sequence[Row]) -> str:
         else "with the system's allocator as it is"
     )
     return (
-        "[1] above weights, optimizer and data, in another process, which gives freed memory back at once; "
-        f"[2] median, each method in its own process {malloc}, in turns of {_TURN} steps."
+        "[1] the highest of all steps but the first, above weights, optimizer and data; [2] median. "
+        f"Each method in its own process {malloc}, in turns of {_TURN} steps."
     )
 
 

@@ -1,7 +1,8 @@
 """Write the tables of docs/benchmarks.md from the rows in ``results``: ``page.py``; ``page.py readme`` prints README's.
 
 A table stands between ``<!-- name -->`` and ``<!-- end -->``. Of several rounds of a step it has the median, and for
-times the fastest step beside plain's fastest, with the range of the medians' ratios in brackets. Of several rows for anything else the last counts.
+times the fastest step beside plain's fastest, with the range of the medians' ratios in brackets. Of several rows for
+anything else the last counts.
 """
 
 from __future__ import annotations

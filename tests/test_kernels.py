@@ -599,6 +599,34 @@ def test_affine_in_threads(threads: int) -> None:
             check_affine(x, geometry, other, reference.pack_band(other, 0.0, INF, False, True))
 
 
+def check_scaled(geometry: tuple[int, int, int], group: int, bits: int, dither: bool, has: int) -> None:
+    """``has`` are bits: support of the source, an addend, a mask of the result."""
+    x, other = (sample(math.prod(geometry), torch.float32, seed) for seed in (3, 4))
+    mask, positive = reference.pack_band(other, 0.0, INF, False, True), bool(has & 1)
+    support = torch.zeros_like(mask) if positive else None
+    codes, side = reference.quantize_channels(x, geometry, group, bits, 77, positive, None, support)
+    scale, shift = sample(geometry[1], torch.float32, 1), sample(geometry[1], torch.float32, 2)
+    key, addend = 77 if dither else None, other if has & 2 else None
+    given = (codes, side, geometry, group, bits, support, key, scale, shift, addend, mask if has & 4 else None)
+    truth = reference.dequantize_channels(codes, side, geometry, group, bits, torch.float32, support, None, key)
+    reference.rebuild_affine(truth, geometry, scale, shift, addend, given[-1])
+    assert_same(reference.dequantize_affine(*given), truth, ("reference", *given[2:5]))
+    assert_same(ops.dequantize_affine(*given), truth, given[2:5])
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_affine_of_codes(bits: int) -> None:
+    for geometry in ((1, 1, 1), (2, 3, 784), (3, 5, 256), (2, 3, 1000), (700, 13, 1), (6, 5, 49)):
+        for has in range(8):
+            check_scaled(geometry, 256, bits, dither=bool(has & 1) != bool(bits & 1), has=has)
+    check_scaled((3, 5, 97), 32, bits, dither=True, has=7)
+
+
+def test_affine_of_codes_in_threads(threads: int) -> None:
+    check_scaled((3, 7, 30_011), 256, 3, dither=True, has=7)
+    assert kernels.status()["dequantize_affine"] == "numba"
+
+
 @pytest.mark.parametrize("wrong", ["geometry", "scale", "shift", "other", "support"])
 def test_affine_with_parts_that_do_not_fit(wrong: str) -> None:
     """They go to the reference, which raises what torch would."""

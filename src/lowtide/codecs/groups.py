@@ -129,6 +129,29 @@ class GroupQuant(Codec):
             )  # fmt: skip
         return flat.as_strided(meta.shape, meta.stride)
 
+    def decode_scaled(
+        self,
+        packed: Packed,
+        scale: Tensor,
+        shift: Tensor,
+        other: Tensor | None,
+        support: Tensor | None,
+        mask: Tensor | None,
+    ) -> Tensor | None:
+        """``scale * x + shift`` of the decoded tensor plus ``other``, and zero where ``mask`` says so: in one pass.
+
+        Each channel has a scale and a shift. None if it cannot be done so.
+        """
+        meta, (codes, side) = packed.meta, packed.buffers
+        geometry = self._channels(layout_of(meta.shape, meta.stride))
+        if geometry is None or self.levels is not None or meta.dtype != torch.float32:
+            return None
+        key = packed.key if self.dither else None
+        flat = ops.dequantize_affine(
+            codes, side, geometry, self.group, self.bits, support, key, scale, shift, other, mask
+        )  # fmt: skip
+        return flat.as_strided(meta.shape, meta.stride)
+
     def energy(self, tensor: Tensor, positive: bool) -> float:
         """The sum over all groups of the square of the range, for each value that is counted.
 

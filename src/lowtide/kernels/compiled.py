@@ -1928,6 +1928,17 @@ def _scale_shift(x: int, n: int, begin: int, channels: int, inner: int, scale: i
         channel = 0 if channel == channels else channel
 
 
+@_inline
+def _add_and_mask(values: int, n: int, other: int, mask: int, begin: int) -> None:
+    """Adds ``other`` and sets to zero what the mask says, if there are any; value 0 has bit ``begin`` of the mask."""
+    if other:
+        v, o = _pointer(values, types.float32), _pointer(other, types.float32)
+        for e in range(n):
+            v[e] += o[e]
+    if mask:
+        _copy_run(values, values, n, mask, begin)
+
+
 @_kernel
 def _kernel_rebuild_affine(parameters: int, scratch: int, first: int, last: int) -> None:
     p, room = _read(parameters, layout.RebuildAffine), layout.affine_scratch()
@@ -1941,14 +1952,25 @@ def _kernel_rebuild_affine(parameters: int, scratch: int, first: int, last: int)
             if p.other:
                 _widen_run(p.other + 2 * begin, other, n, p.kind)
         _scale_shift(values, n, begin, p.channels, p.inner, p.scale, p.shift)
-        if p.other:
-            v, o = _pointer(values, types.float32), _pointer(other, types.float32)
-            for e in range(n):
-                v[e] += o[e]
-        if p.support:
-            _copy_run(values, values, n, p.support, begin)
+        _add_and_mask(values, n, other if p.other else 0, p.support, begin)
         if p.kind != FLOAT32:
             _narrow_run(values, p.x + 2 * begin, n, p.kind)
+
+
+@_kernel
+def _kernel_dequantize_affine(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _read(parameters, layout.DequantizeAffine)
+    coding, key = Coding(p.codes, p.side, p.row, p.group, p.bits, 0), (p.key_low, p.key_high)
+    step, spare = layout.groups_at_once(p.group), scratch + layout.dequantize_groups_scratch(p.group).codes
+    for g in range(first, last, step):
+        stop = min(g + step, last)
+        start = _start(g, p.row, p.group)
+        values, n = p.out + 4 * start, _start(stop, p.row, p.group) - start
+        _decode(coding, p.dither, key, values, g, stop, spare)
+        if p.support:
+            _copy_run(values, values, n, p.support, start)
+        _scale_shift(values, n, start, p.channels, p.row, p.scale, p.shift)
+        _add_and_mask(values, n, p.other + 4 * start if p.other else 0, p.mask, start)
 
 
 @_plain

@@ -811,10 +811,7 @@ def rebuild_affine(
         kind is None
         or not 0 < numel == math.prod(geometry)
         or not x.is_contiguous()
-        or not _is(scale, torch.float32, channels)
-        or not _is(shift, torch.float32, channels)
-        or (other is not None and not _is(other, x.dtype, numel))
-        or (support is not None and not _is(support, torch.uint8, -(-numel // 8)))
+        or not _fit_affine(numel, channels, scale, shift, x.dtype, other, support)
     ):
         _fall_back(reference.rebuild_affine, x)(x, geometry, scale, shift, other, support)
         return
@@ -830,6 +827,69 @@ def rebuild_affine(
         support=_address(support),
     )
     _run("rebuild_affine", -(-numel // TILE), numel, _bytes(layout.affine_scratch), record)
+
+
+def dequantize_affine(
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    support: Tensor | None,
+    key: int | None,
+    scale: Tensor,
+    shift: Tensor,
+    other: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """See the reference."""
+    _, channels, inner = geometry
+    numel = math.prod(geometry)
+    sizes = _sizes(numel, inner, group, bits) if numel and channel_step(inner, group) == 1 else None
+    if (
+        sizes is None
+        or not _packed(codes, side, support, numel, sizes)
+        or not _fit_affine(numel, channels, scale, shift, torch.float32, other, mask)
+    ):  # groups of several samples, or what the reference refuses
+        out = dequantize_channels(codes, side, geometry, group, bits, torch.float32, support, None, key)
+        rebuild_affine(out, geometry, scale, shift, other, mask)
+        return out
+    out = torch.empty(numel)
+    group = min(group, inner)
+    record = layout.DequantizeAffine(
+        out=out.data_ptr(),
+        codes=codes.data_ptr(),
+        side=side.data_ptr(),
+        row=inner,
+        group=group,
+        bits=bits,
+        support=_address(support),
+        **_dither(key),
+        channels=channels,
+        scale=scale.data_ptr(),
+        shift=shift.data_ptr(),
+        other=_address(other),
+        mask=_address(mask),
+    )
+    _run("dequantize_affine", sizes[0], numel, _bytes(layout.dequantize_groups_scratch, group), record)
+    return out
+
+
+def _fit_affine(
+    numel: int,
+    channels: int,
+    scale: Tensor,
+    shift: Tensor,
+    dtype: torch.dtype,
+    other: Tensor | None,
+    support: Tensor | None,
+) -> bool:
+    return (
+        _is(scale, torch.float32, channels)
+        and _is(shift, torch.float32, channels)
+        and (other is None or _is(other, dtype, numel))
+        and (support is None or _is(support, torch.uint8, -(-numel // 8)))
+    )
 
 
 def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:

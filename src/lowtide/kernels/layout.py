@@ -67,6 +67,29 @@ class DequantizeGroups(NamedTuple):
     key_high: int
 
 
+class DequantizeAffine(NamedTuple):
+    """An item is a group, and a row belongs to one channel."""
+
+    out: int
+    codes: int
+    side: int
+    row: int
+    group: int
+    bits: int
+    support: int
+    """Of the decoded values, before they are scaled."""
+    dither: int
+    key_low: int
+    key_high: int
+    channels: int
+    scale: int
+    shift: int
+    other: int
+    """What is added."""
+    mask: int
+    """Of the result."""
+
+
 class QuantizeChannels(NamedTuple):
     """An item is a tile: up to ``TILE_CHANNELS`` channels of a block of ``step`` outer indices."""
 

@@ -21,6 +21,7 @@ __all__ = [
     "cast_groups",
     "channel_pieces",
     "channel_sizes",
+    "dequantize_affine",
     "dequantize_blocks",
     "dequantize_channels",
     "dequantize_groups",
@@ -67,6 +68,8 @@ SCHEMAS = {
     "uncast_groups": "(Tensor values, Tensor scale, int row, int group, ScalarType dtype) -> Tensor",
     "block_means": "(Tensor x, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "spread_blocks": "(Tensor low, int[] geometry, int block, ScalarType dtype) -> Tensor",
+    "dequantize_affine": "(Tensor codes, Tensor side, int[] geometry, int group, int bits, Tensor? support, int? key,"
+    " Tensor scale, Tensor shift, Tensor? other, Tensor? mask) -> Tensor",
     "rebuild_affine": "(Tensor(a!) x, int[] geometry, Tensor scale, Tensor shift, Tensor? other,"
     " Tensor? support) -> ()",
     "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
@@ -258,6 +261,23 @@ def _fake_rebuild_affine(
 
 
 @_fake
+def _fake_dequantize_affine(
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    support: Tensor | None,
+    key: int | None,
+    scale: Tensor,
+    shift: Tensor,
+    other: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    return codes.new_empty(_numel(geometry), dtype=torch.float32)
+
+
+@_fake
 def _fake_pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
     return x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
 
@@ -302,6 +322,7 @@ uncast_groups: Callable[[Tensor, Tensor, int, int, torch.dtype], Tensor] = _name
 block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.block_means.default
 spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.spread_blocks.default
 rebuild_affine: Callable[..., None] = _namespace.rebuild_affine.default
+dequantize_affine: Callable[..., Tensor] = _namespace.dequantize_affine.default
 pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default
 unpack_band: Callable[[Tensor, int, torch.dtype, float, float], Tensor] = _namespace.unpack_band.default
 pack_uints: Callable[[Tensor, int, int], Tensor] = _namespace.pack_uints.default

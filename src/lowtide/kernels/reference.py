@@ -763,6 +763,25 @@ def rebuild_affine(
     _restore_zeros(x, support)
 
 
+def dequantize_affine(
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    support: Tensor | None,
+    key: int | None,
+    scale: Tensor,
+    shift: Tensor,
+    other: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """:func:`dequantize_channels` to float32, then :func:`rebuild_affine` with ``mask`` for its ``support``."""
+    out = dequantize_channels(codes, side, geometry, group, bits, torch.float32, support, None, key)
+    rebuild_affine(out, geometry, scale, shift, other, mask)
+    return out
+
+
 # ---------------------------------------------------------------- masks and small integers
 
 

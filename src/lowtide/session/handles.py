@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs import BlockMean, Codec, Mask, Packed, Raw, TensorMeta
+from ..codecs import BlockMean, Codec, GroupQuant, Mask, Packed, Raw, TensorMeta
 from ..codecs.base import flatten, layout_of
 from ..graph import capture
 from ..graph.capture import Site
@@ -201,7 +201,7 @@ class Rebuilt:
         for term in terms:
             last = term is terms[-1]
             if isinstance(term.make, Affine):
-                values = _scaled(term.make, fresh(term.sources[0]), values, mask if last else None)
+                values = _scaled(term.make, term.sources[0], values, mask if last else None)
             else:
                 values = _made(term, values, read_only=not last)
         assert values is not None
@@ -213,16 +213,32 @@ class Rebuilt:
         return flat.as_strided(shape, stride)
 
 
-def _scaled(affine: Affine, x: Tensor, other: Tensor | None, support: Tensor | None) -> Tensor:
-    """``scale * x + shift`` plus ``other``, in the memory of ``x``, and zero where ``support`` says so: in one pass."""
+def _scaled(affine: Affine, source: Reference, other: Tensor | None, mask: Tensor | None) -> Tensor:
+    """``scale * x + shift`` of a source, plus ``other``, and zero where ``mask`` says so."""
+    scale, shift = affine
+    packed, support = _stored(source)
+    if packed is not None and isinstance(packed.codec, GroupQuant) and (other is None or other.dtype == torch.float32):
+        flat = None if other is None else other.as_strided((other.numel(),), (1,))
+        made = packed.codec.decode_scaled(packed, scale, shift, flat, support, mask)
+        if made is not None:
+            return made
+    x = fresh(source)
     if other is not None:
         dtype = torch.promote_types(x.dtype, other.dtype)
         x, other = x.to(dtype), other.to(dtype).as_strided((x.numel(),), (1,))
     layout = layout_of(x.shape, x.stride())
     place = layout.order.index(1)
     geometry = (math.prod(layout.sizes[:place]), x.shape[1], math.prod(layout.sizes[place + 1 :]))
-    ops.rebuild_affine(x.as_strided((x.numel(),), (1,)), geometry, affine.scale, affine.shift, other, support)
+    ops.rebuild_affine(x.as_strided((x.numel(),), (1,)), geometry, scale, shift, other, mask)
     return x
+
+
+def _stored(reference: Reference) -> tuple[Packed | None, Tensor | None]:
+    """What stands for just this tensor, and its support, if a codec stores it beside the computation."""
+    encoded = reference.handle.encoded.get(None)
+    if encoded is None or reference.lossless is not None or reference.offset or type(encoded.values) is not Packed:
+        return None, None
+    return (encoded.values, encoded.support) if encoded.values.meta == reference.meta else (None, None)
 
 
 def _made(term: Term, other: Tensor | None, read_only: bool) -> Tensor:

@@ -68,19 +68,19 @@ class Group:
 def plan(full: bool) -> list[Group]:
     """What a round measures."""
     common = ("plain", "checkpoint", "division", "actnn", "auto")
-    alike = ("plain", "checkpoint", "division", "auto")  # without maps division is actnn with the same bits for all
+    few = ("plain", "checkpoint", "division", "auto")  # without maps division is actnn with the same bits for all
     every = ("plain", "checkpoint", *METHODS)
     groups = []
     for subject in ("resnet50", "bert", "gpt2", "demo"):
         size = BATCH[subject]
-        modes = every if full else common if subject in ("resnet50", "demo") else alike
+        modes = every if full else common if subject in ("resnet50", "demo") else few
         for allocator in ("tuned", "default") if full or subject == "resnet50" else ("tuned",):
             groups.append(Group("step", subject, size, modes, allocator=allocator))
         if full or subject == "resnet50":
-            groups.append(Group("step", subject, size, ("plain", "division", "auto"), precision="bfloat16"))
+            groups.append(Group("step", subject, size, few, precision="bfloat16"))
     if full:
         groups += [Group("step", subject, BATCH[subject], every) for subject in ("resnet20", "unet3d")]
-    groups.append(Group("step", "resnet50", BATCH["resnet50"], ("plain", "division", "auto"), load=LOAD))
+    groups.append(Group("step", "resnet50", BATCH["resnet50"], few, load=LOAD))
     return groups
 
 

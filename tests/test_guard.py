@@ -302,6 +302,15 @@ def test_the_ladder_ends_at_exact():
     assert seen == [GroupQuant(4, layout="row"), GroupQuant(8, layout="row"), Cast("bfloat16"), None]
 
 
+def test_the_ladder_keeps_groups_and_dither():
+    meta = lowtide.codecs.TensorMeta((16, 3, 10, 10), (300, 100, 10, 1), torch.float32)
+    use = Use(Need.LINEAR, meta, True, ())
+    choice = lowtide.Choice.store(GroupQuant(3, 256, "channel", dither=True))
+    for bits in (4, 8):
+        choice = _better(use, choice)
+        assert choice == lowtide.Choice.store(GroupQuant(bits, 256, "channel", dither=True))
+
+
 CALM = Reading(0, square=1.0, error=0.1, noise=0.05, bias=0.0, along=0.0)
 
 

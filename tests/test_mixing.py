@@ -684,3 +684,16 @@ def test_sparse_gradients_can_be_probed():
     handle.adapt(lambda: model(torch.arange(40)).square().mean())
     assert handle.state_dict()["learned"]["plan"]["sites"]
     handle.remove()
+
+
+def test_small_maps_are_judged_by_groups_as_long_as_those_stored():
+    """Groups of 256 values hold 16 samples of 4 x 4 pixels, more than a look of 65536 values would take."""
+    torch.manual_seed(0)
+    x, conv = torch.randn(16, 512, 4, 4), nn.Conv2d(512, 4, 3)
+    with lowtide.compress(conv, "auto") as session:
+        loss = conv(x.clone()).square().sum()
+    loss.backward()
+    (seen,) = session.policy.tuner._seen.values()
+    codec = GroupQuant(2, 256, "channel", dither=True)
+    error = next(option.error for option in seen.options if option.codec == codec)
+    assert error == pytest.approx(codec.energy(x, positive=False) / x.numel() / (12 * 3**2), rel=1e-6)

@@ -23,7 +23,7 @@ from .attachment import compress
 from .graph import capture
 from .policy.methods import Method, methods, resolve
 from .tools import demo
-from .tools.malloc import can_tune
+from .tools.malloc import can_tune, start_environment
 from .tools.measure import ChildError
 from .verify.check import check, default_loss
 
@@ -220,6 +220,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if can_tune()
         else "  not glibc's: lowtide.tune_cpu_allocator() has no effect"
     )
+    for name, value in start_environment().items():
+        print(f"  This glibc is older than 2.38: start Python with {name}={value} when you call it.")
     kernels.prepare()
     print("\nKernels on the CPU")
     status = kernels.status()

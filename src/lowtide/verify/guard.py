@@ -8,6 +8,7 @@ as :func:`lowtide.check` compares them, and ``evidence`` tells when a difference
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import warnings
@@ -441,8 +442,11 @@ class Watch:
 
 def _better(use: Use, choice: Choice) -> Choice:
     """The next choice that keeps more: 4 bits, 8 bits, bfloat16, all."""
-    layout = "sample" if use.dims else "row"
-    for codec in (GroupQuant(4, layout=layout), GroupQuant(8, layout=layout), Cast("bfloat16")):
+    groups = GroupQuant(layout="sample" if use.dims else "row")
+    if isinstance(choice.codec, GroupQuant):  # other groups, or none of its dither, could add noise
+        groups = dataclasses.replace(choice.codec, levels=None)
+    more = (dataclasses.replace(groups, bits=bits) for bits in (4, 8))
+    for codec in (*more, Cast("bfloat16")):
         if choice.nbytes(use.meta) < codec.packed_nbytes(use.meta) < use.meta.nbytes:
             return Choice.store(codec, choice.home, "raised by the guard")
     why = "kept exactly, because its noise was too much"

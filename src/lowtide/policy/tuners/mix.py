@@ -196,7 +196,9 @@ class MixTuner(Probed):
     def _look(self, use: Use, tensor: Tensor, now: Choice, from_sources: FromSources | None) -> None:
         piece = tensor
         if tensor.dim() > 1:
-            piece = tensor[: max(1, _LOOK * tensor.shape[0] // tensor.numel())]
+            # Groups of small maps hold several samples. With fewer they are shorter, and their ranges smaller.
+            fewest = -(-self.group // max(1, math.prod(tensor.shape[2:]))) if use.dims else 1
+            piece = tensor[: max(fewest, _LOOK * tensor.shape[0] // tensor.numel())]
         least = _LEAST[use.need]
         options = [
             Option(codec, error, nbytes)

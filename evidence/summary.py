@@ -296,7 +296,8 @@ and 96 channels that each begin with a stride of 2. SGD with momentum, batch 64,
 moved by up to 2 pixels and mirrored; channels last. In the test the model's answers for an image and for its mirror
 image are averaged. It is short and narrow so that many runs fit: it says nothing about networks that are trained to the
 end. With 24 channels on maps of 16x16 down to 4x4 a weight has few values to average over, and with channels last a
-group of 256 values lies across all channels, whatever their ranges: compression has it hard here.""",
+group of 256 values of the published methods lies across all channels, whatever their ranges: compression has it hard
+here. The groups of `auto` follow channels.""",
     "cifar-nine": """The narrow ResNet-14 again, for longer: SGD with momentum, batch 128, one cycle of the learning
 rate, images moved by up to 2 pixels and mirrored; channels last. There are no null arms, and no runs of `auto`
 yet.""",
@@ -307,8 +308,7 @@ learning rate; the data has no official split, so a fixed shuffle makes one. `ga
 step and before each epoch. **The rows of `auto` are of an earlier form of it**, in which attention's tensors had 8 bits
 whatever was asked and the plan was made once.""",
     "cora": """A GCN of width 64 with dropout, Adam; 20 labelled papers of each class, 1000 others to test with, drawn
-anew for each seed. `lowrank` with random signs and 2 bits is what EXACT (Liu et al. 2022) stores. The rows of `auto`
-are of an earlier form of it.""",
+anew for each seed. `lowrank` with random signs and 2 bits is what EXACT (Liu et al. 2022) stores.""",
 }
 
 

@@ -1590,6 +1590,13 @@ CALLS = {
         for o in (None, _flat.to(d))
         for s in (None, _mask)
     ],
+    "dequantize_affine": [
+        (*reference.quantize_channels(_flat, g, 16, 2, 1, False), g, 16, 2, s, k, torch.ones(6), torch.ones(6), o, s)
+        for g in ((20, 6, 1), (1, 6, 20))
+        for s in (None, _mask)
+        for k in (None, 1)
+        for o in (None, _flat)
+    ],
     "pack_band": [(_flat.to(d), -0.5, 0.5, True, False) for d in FLOATS] + [(_flat > 0, 0.0, 1.0, False, True)],
     "unpack_band": [(_mask, 120, d, 1.0, 0.0) for d in (*FLOATS, torch.bool)],
     "pack_uints": [(_numbers, 0, b) for b in (2, 4, 8, 16, 32)] + [(_numbers.int()[:7], -1, 4)],

@@ -865,6 +865,8 @@ def test_every_operator_is_compiled() -> None:
         ops.dequantize_channels(*tiles, (4, 4, 1), 8, 2, torch.float32, None)
         ops.range_energy(x, 16, 8, False)
         ops.rebuild_affine(x.clone(), (2, 2, 4), x[:2], x[:2], None, None)
+        runs = ops.quantize_channels(x, (1, 2, 8), 8, 2, 0, False)
+        ops.dequantize_affine(*runs, (1, 2, 8), 8, 2, None, None, x[:2], x[:2], None, None)
         ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)
         ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), 16, torch.float32, 1.0, 0.0)
         ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)

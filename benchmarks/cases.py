@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.tools import demo
-from lowtide.tools.malloc import start_environment
-from lowtide.tools.measure import run_child
+from lowtide.machine.malloc import start_environment
+from lowtide.machine.measure import run_child
 from nets import BasicBlock, Bottleneck, DoubleConv, UNet3d, resnet20, resnet50
 
 

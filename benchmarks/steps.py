@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from cases import BATCH, METHODS, SUBJECTS, checkpoint_blocks, in_child, step, tune
-from lowtide.tools.malloc import give_back
-from lowtide.tools.measure import reset_peak, resident
+from lowtide.machine.malloc import give_back
+from lowtide.machine.measure import reset_peak, resident
 from rows import ORIGIN, append, origin, read
 
 WARM = 4  # steps before any counts: the first compiles, and an adaptive method measures in steps 1 and 3

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from lowtide.tools import malloc
-from lowtide.tools.malloc import can_tune, start_environment
-from lowtide.tools.measure import run_child
+from lowtide.machine import malloc
+from lowtide.machine.malloc import can_tune, start_environment
+from lowtide.machine.measure import run_child
 
 
 def count_faults(argument, emit):
@@ -50,7 +50,7 @@ def grow_heap(argument, emit):
     import torch
 
     import lowtide
-    from lowtide.tools.measure import resident
+    from lowtide.machine.measure import resident
 
     assert lowtide.tune_cpu_allocator()
     before, kept = resident("VmRSS"), []
@@ -93,7 +93,7 @@ def test_another_allocator_loaded_first_is_not_tuned(tmp_path):
         "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
     )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    code = "from lowtide.tools.malloc import can_tune, tune_cpu_allocator; print(can_tune(), tune_cpu_allocator())"
+    code = "from lowtide.machine.malloc import can_tune, tune_cpu_allocator; print(can_tune(), tune_cpu_allocator())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for preload, expected in (("", "True True"), (str(library), "False False")):
         done = subprocess.run(

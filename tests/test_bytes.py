@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import lowtide
 from cases import SUBJECTS
-from lowtide.tools.measure import run_child
+from lowtide.machine.measure import run_child
 from nets import resnet50
 
 

@@ -20,8 +20,9 @@ import torch
 
 import lowtide
 from lowtide import cli
-from lowtide.tools import demo, measure
-from lowtide.tools.malloc import can_tune, start_environment
+from lowtide.machine import measure
+from lowtide.tools import demo
+from lowtide.machine.malloc import can_tune, start_environment
 
 MIB = 2**20
 
@@ -358,7 +359,7 @@ import signal
 import time
 from pathlib import Path
 import torch
-from lowtide.tools.measure import peak_above, run_child
+from lowtide.machine.measure import peak_above, run_child
 
 def small_blocks(argument, emit):
     def run():
@@ -502,7 +503,7 @@ def test_an_interrupt_while_waiting_ends_the_child(child: str) -> None:
 @needs_proc
 def test_a_child_ends_by_itself_when_its_parent_is_killed(child: str, tmp_path: Path) -> None:
     argument = {"events": 1000, "path": str(tmp_path / "last")}
-    code = f"import sys; sys.path[:0] = {sys.path!r}\nfrom lowtide.tools import measure\n" + (
+    code = f"import sys; sys.path[:0] = {sys.path!r}\nfrom lowtide.machine import measure\n" + (
         f"with measure.Child('{child}:count', {argument!r}, exact_rss=False) as child:\n"
         "    print(child.resume()['pid'], flush=True)\n"
         "    sys.stdin.read()\n"

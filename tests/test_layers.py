@@ -20,8 +20,9 @@ REPO = Path(__file__).parent.parent
 # Every module, from top to bottom; a module imports only what stands below it. Packages do not interleave.
 LAYERS = [
     *["__main__", "cli"],
-    *["tools.demo", "tools.measure", "tools.malloc"],
+    *["tools.demo"],
     *["attachment"],
+    *["machine.measure", "machine.malloc"],
     *["verify.check", "verify.guard", "verify.evidence"],
     *[
         "session.opening",
@@ -251,7 +252,7 @@ def test_pages_name_what_exists(page):
 def test_the_test_of_pages_sees_names_in_code():
     page = "`lowtide.attach(model)` and lowtide.prose\n```python\nx = lowtide.codecs.NoSuch()\n```\n`lowtide.absent`"
     assert names_in(page) == {".attach", ".codecs.NoSuch", ".absent"}
-    assert [exists(name) for name in (".attach", ".codecs.Raw", ".tools.measure", ".codecs.NoSuch", ".absent")] == [
+    assert [exists(name) for name in (".attach", ".codecs.Raw", ".machine.measure", ".codecs.NoSuch", ".absent")] == [
         *(True, True, True, False, False),
     ]
     assert names_in((REPO / "README.md").read_text(encoding="utf-8")) >= {".compress", ".attach", ".check"}

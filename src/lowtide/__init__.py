@@ -29,7 +29,7 @@ from .policy.methods import (
 from .policy.plan import Plan
 from .report import Report
 from .session import Session, forget
-from .tools.malloc import tune_cpu_allocator
+from .machine.malloc import tune_cpu_allocator
 from .verify.check import CheckResult, check
 from .verify.guard import Guard
 

@@ -23,8 +23,8 @@ from .attachment import compress
 from .graph import capture
 from .policy.methods import Method, methods, resolve
 from .tools import demo
-from .tools.malloc import can_tune, start_environment
-from .tools.measure import ChildError
+from .machine.malloc import can_tune, start_environment
+from .machine.measure import ChildError
 from .verify.check import check, default_loss
 
 

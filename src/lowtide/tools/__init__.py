@@ -1,1 +1,1 @@
-"""Tools around the library: measuring memory, the demo, the tuning of malloc."""
+"""Tools around the library: the demo."""

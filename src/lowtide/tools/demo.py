@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from .. import kernels
 from ..attachment import Attachment, attach
 from ..report import size
-from .malloc import give_back, start_environment, tune_cpu_allocator
-from .measure import Child, Emit, peak_above, reset_peak, resident
+from ..machine.malloc import give_back, start_environment, tune_cpu_allocator
+from ..machine.measure import Child, Emit, peak_above, reset_peak, resident
 
 EXACT = "exact"
 METHODS = (EXACT, "auto", "division", "actnn", "pool")

@@ -69,7 +69,7 @@ class Child:
         with contextlib.ExitStack() as opened:
             self._errors = opened.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lowtide.tools.measure", self.function],
+                [sys.executable, "-m", "lowtide.machine.measure", self.function],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

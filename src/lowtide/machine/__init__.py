@@ -1,0 +1,1 @@
+"""What this machine does: peak memory, time, the allocator."""

@@ -3,7 +3,8 @@
 ``compress`` and ``attach`` make autograd keep compressed copies of what backward needs;
 ``methods`` lists the ways to do it, and each is also a class, such as ``Auto(bits=3)``. A session's ``report`` tells
 what was kept, and how, and why; its ``plan`` can be saved and run again. ``check`` compares the gradients with
-exact ones.
+exact ones. ``profile`` tells where the memory of a step goes, ``plan`` makes it fit a budget, and ``fit`` finds the
+largest batch.
 """
 
 from . import codecs
@@ -11,6 +12,11 @@ from .attachment import Attachment, attach, compress
 from .codecs import Codec
 from .graph.capture import Site
 from .graph.rules import Need, register_rule
+from .machine.malloc import tune_cpu_allocator
+from .planning.fitting import Fit, fit
+from .planning.memory_errors import explain_oom
+from .planning.planner import BudgetError, BudgetPlan, plan
+from .planning.profiling import Profile, profile
 from .policy.choice import Choice
 from .policy.methods import (
     ActNN,
@@ -29,7 +35,6 @@ from .policy.methods import (
 from .policy.plan import Plan
 from .report import Report
 from .session import Session, forget
-from .machine.malloc import tune_cpu_allocator
 from .verify.check import CheckResult, check
 from .verify.guard import Guard
 
@@ -40,11 +45,14 @@ __all__ = [
     "Attachment",
     "Auto",
     "Blpa",
+    "BudgetError",
+    "BudgetPlan",
     "CastAll",
     "CheckResult",
     "Choice",
     "Codec",
     "Division",
+    "Fit",
     "Gact",
     "Guard",
     "Lossless",
@@ -53,6 +61,7 @@ __all__ = [
     "Need",
     "Plan",
     "Pool",
+    "Profile",
     "Report",
     "Session",
     "Site",
@@ -62,8 +71,12 @@ __all__ = [
     "check",
     "codecs",
     "compress",
+    "explain_oom",
+    "fit",
     "forget",
     "methods",
+    "plan",
+    "profile",
     "register_rule",
     "tune_cpu_allocator",
 ]

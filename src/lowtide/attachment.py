@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .codecs import Codec
-from .policy.methods import Method
+from .planning.budgeted import Budgeted
+from .planning.planner import nbytes_of
+from .policy.methods import Auto, Method
 from .policy.plan import Plan
 from .report import Report
 from .session import MIN_NUMEL, OPENER, Session, attached, new_session
@@ -24,14 +26,19 @@ class Attachment:
     It is also a context: ``with lowtide.attach(model):`` removes itself at the end, whatever happens inside.
     """
 
-    def __init__(self, model: nn.Module, session: Session, guard: Guard | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, session: Session, guard: Guard | None = None, budget: Budgeted | None = None
+    ) -> None:
         self._session = session
+        self._budget = budget
         self.guard = None if guard is None else Watch(model, session, guard)
         """The guard at work, if there is one: its readings, and what it raised."""
         self._hooks: list[RemovableHandle] = []
         if self.guard is not None:  # sees inputs before any other hook, and outputs after all
             first = _before(self.guard)
             self._hooks.append(model.register_forward_pre_hook(first, prepend=True, with_kwargs=True))
+        if budget is not None:
+            self._hooks.append(model.register_forward_pre_hook(_planner(budget), with_kwargs=True))
         self._hooks.append(model.register_forward_pre_hook(_opener(session)))
         self._hooks.append(model.register_forward_hook(_closer(session), always_call=True))
         if self.guard is not None:
@@ -55,6 +62,8 @@ class Attachment:
         """What was saved in the last forward, how it is stored, and why."""
         report = self._session.report()
         notes = () if self.guard is None else self.guard.notes()
+        if self._budget is not None:
+            notes = (*self._budget.notes(), *notes)
         if not self._session.step:
             notes = ("no forward was seen yet; those inside torch.compile never are, and stay exact", *notes)
         return dataclasses.replace(report, notes=(*report.notes, *notes)) if notes else report
@@ -103,6 +112,14 @@ def _opener(session: Session) -> Callable[..., None]:
 
     setattr(open_session, OPENER, True)
     return open_session
+
+
+def _planner(budget: Budgeted) -> Callable[..., None]:
+    def plan_ahead(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            budget.before(module, args, kwargs)
+
+    return plan_ahead
 
 
 def _closer(session: Session) -> Callable[..., None]:
@@ -192,6 +209,7 @@ def attach(
     min_numel: int = MIN_NUMEL,
     derive: bool = False,
     guard: bool | Guard = False,
+    budget: int | float | str | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     **options: Any,
@@ -208,6 +226,10 @@ def attach(
     bits; this is logged, noted in the report and kept in ``state_dict``. The loop stays as it is; weights, buffers,
     ``.grad`` and random streams are as without a guard. Inputs and outputs must have samples as first dimension.
 
+    With a ``budget`` for the peak of a step, such as ``"6 GiB"``, ``auto`` chooses by :func:`plan` instead of ``bits``:
+    before the first step from shapes alone, after it from what noise does to this model's gradients. The budget holds
+    weights, gradients and batch too, but not the optimizer. One that no plan meets is an error at the first forward.
+
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
     >>> handle = lowtide.attach(model, "cast")
@@ -218,6 +240,7 @@ def attach(
     """
     if not isinstance(guard, (bool, Guard)):
         raise TypeError(f"guard must be True, False or a lowtide.Guard; got {guard!r}")
+    limit = None if budget is None else nbytes_of(budget)
     session = new_session(
         model,
         method,
@@ -228,6 +251,9 @@ def attach(
         include=include,
         exclude=exclude,
     )
+    if limit is not None and (options or not isinstance(session.method, Auto)):
+        raise TypeError(f"a budget goes with method 'auto' and takes the place of its options; got {session.method}")
     if attached(model):
         raise RuntimeError("this model, or a module of it, is attached already; remove() that handle first")
-    return Attachment(model, session, Guard() if guard is True else guard or None)
+    planned = None if limit is None else Budgeted(session, limit)
+    return Attachment(model, session, Guard() if guard is True else guard or None, planned)

@@ -28,6 +28,8 @@ What the session relies on, tested by :func:`probe`
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib
 import itertools
 import sys
 import threading
@@ -61,6 +63,9 @@ _DATA: Any = Tensor.data
 _GETTER = type(_DATA.__get__)
 _FAKE: Any = getattr(torch, "_subclasses", None)
 _FakeTensor: Any = getattr(_FAKE, "FakeTensor", type(None))
+_DISPATCH: Any = importlib.import_module("torch.utils._python_dispatch")
+DispatchMode: Any = _DISPATCH.TorchDispatchMode
+"""A context that sees every call of an operator, those of backward included."""
 
 
 class Site(NamedTuple):
@@ -127,6 +132,16 @@ class Slot(NamedTuple):
     def watch_inputs(self, see: Callable[[tuple[Tensor | None, ...], tuple[Tensor | None, ...]], None]) -> None:
         """Show the gradients of the op's inputs and of its outputs to ``see``, which must not hold the node."""
         self.node.register_hook(lambda inputs, outputs: see(inputs, outputs))
+
+    def watch_end(self, see: Callable[[], None]) -> None:
+        """Call ``see`` whenever the op's backward has ended."""
+        self.node.register_hook(lambda inputs, outputs: see())
+
+    @property
+    def number(self) -> int:
+        """The number of the node among those of its thread."""
+        number: int = self.node._sequence_nr()
+        return number
 
     def watch_maker(self, edge: int, see: Callable[[Tensor], None]) -> bool:
         """Show all that arrives at the maker of the op's ``edge``-th input to ``see``; False if it is a leaf."""
@@ -247,6 +262,12 @@ def storage_id(storage: Any) -> int:
     return identity
 
 
+def node_at_work() -> int:
+    """The number of the node whose backward runs in this thread; -1 if none does."""
+    node: Any = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
 def in_backward() -> bool:
     """Is autograd at work in this thread? Then a forward is a recomputation, such as checkpoint's."""
     return torch._C._current_graph_task_id() != -1
@@ -311,6 +332,36 @@ def is_recorded() -> bool:
 def has_data(tensor: Tensor) -> bool:
     """Are there values behind the tensor? Not in a fake one, and not on the meta device."""
     return not (isinstance(tensor, _FakeTensor) or tensor.is_meta)
+
+
+NEEDS_DATA: tuple[type[Exception], ...] = tuple(
+    kind
+    for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException")
+    if (kind := getattr(getattr(_FAKE, "fake_tensor", None), name, None)) is not None
+)
+"""What is raised where a call on tensors without data would have to know values."""
+
+
+@contextlib.contextmanager
+def fakes() -> Iterator[tuple[Callable[[nn.Module], nn.Module], Callable[[Tensor], Tensor]]]:
+    """Inside, new tensors have a form and no data. Gives what makes such a copy of a module, and of a tensor."""
+    mode = _FAKE.FakeTensorMode(allow_non_fake_inputs=True)
+    copying: Any = _FAKE.fake_tensor.FakeCopyMode
+
+    def copy_module(module: nn.Module) -> nn.Module:
+        with copying(mode):
+            return copy.deepcopy(module)
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        if has_data(tensor):
+            copied: Tensor = mode.from_tensor(tensor)
+            return copied
+        place = "cpu" if tensor.device.type == "meta" else tensor.device  # perhaps a fake one of another context
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+        return like.requires_grad_(tensor.requires_grad)
+
+    with mode:
+        yield copy_module, copy_tensor
 
 
 def is_lazy(tensor: Tensor) -> bool:
@@ -658,6 +709,11 @@ class Capture(TorchFunctionMode):
         modes = _take_modes()
         default = modes[:1] if modes and modes[0] is _default_device() else []
         _put_modes([*default, self, *modes[len(default) :]])
+
+    @property
+    def path(self) -> str:
+        """The path of the module at work."""
+        return self._path[-1] if self._path else ""
 
     def restart(self) -> None:
         """Begin a new forward: ordinals count from zero, and nodes made before belong to somebody else."""

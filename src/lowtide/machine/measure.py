@@ -31,6 +31,8 @@ EXACT_RSS = {
 }
 """Environment in which resident memory follows live memory (glibc; other allocators ignore it)."""
 
+_CHILD = "import sys; from lowtide.machine.measure import serve; sys.exit(serve(sys.argv[1]))"
+
 Emit: TypeAlias = Callable[[dict[str, Any]], None]
 
 
@@ -69,7 +71,7 @@ class Child:
         with contextlib.ExitStack() as opened:
             self._errors = opened.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lowtide.machine.measure", self.function],
+                [sys.executable, "-c", _CHILD, self.function],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -179,6 +181,21 @@ def resident(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no line {field}")
 
 
+def available_nbytes() -> int:
+    """Return bytes of memory that this machine can give to programs now."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError) as error:
+        raise RuntimeError("the memory of this machine is not known here; give a budget") from error
+
+
 def _tensor_peak(run: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
@@ -191,7 +208,7 @@ def _tensor_peak(run: Callable[[], object]) -> int:
     return peak
 
 
-def _serve(function: str) -> int:
+def serve(function: str) -> int:
     """Be the child: read the argument, call the function, write events and result as lines of JSON."""
     # Whatever the function prints must not mix with the lines for the parent.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -214,7 +231,3 @@ def _serve(function: str) -> int:
         send(error=traceback.format_exc())
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_serve(sys.argv[1]))

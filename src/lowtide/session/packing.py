@@ -120,7 +120,7 @@ class Packer:
         kept = on_purpose = False  # does any stretch stay exact? is any stored even if that saves no bytes?
         for key, meta, offset, consumers in handle.extents():
             tensor = cut(raw, meta, offset)
-            use, lossless, origin = self._asked(handle, meta, consumers, handle.origin if key is None else None)
+            use, lossless, origin = self.asked(handle, meta, consumers, handle.origin if key is None else None)
             choice, nbytes = (None, 0) if use is None else self._choose(use, tensor, origin)
             if choice is not None:
                 action, codec = choice.action, choice.codec
@@ -145,7 +145,7 @@ class Packer:
         is_general = parts[0].key is None and parts[0].meta in views and all(c.home == "device" for c in choices)
         return Decision(tuple(parts), total, away, place, tuple(used), why, is_general)
 
-    def _asked(
+    def asked(
         self, handle: Handle, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
     ) -> tuple[Use | None, list[Codec], Origin | None]:
         """What all consumers of a tensor want: its values (if any does), lossless forms; and how to rebuild it."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,19 @@ class Option(NamedTuple):
         return (
             Choice.keep("its noise would cost more than its bytes") if self.codec is None else Choice.store(self.codec)
         )
+
+
+class Finding(NamedTuple):
+    """What noise in one tensor costs, and what can be done with it."""
+
+    sites: tuple[Site, ...]
+    weight: float
+    """The cost of a unit of mean squared error: noise beside each weight's gradient and beside the whole."""
+    whole: float
+    """The same for the whole gradient alone: the squared noise beside the square of the gradient."""
+    options: list[Option]
+    sources: list[tuple[Site, float]]
+    """First sites of those that it can be rebuilt from, with the gain of their errors."""
 
 
 @dataclasses.dataclass
@@ -161,6 +174,8 @@ class MixTuner(Probed):
         self._felt: dict[Site, _Felt] = {}
         self._probed: dict[Site, float] = {}
         self._plan = Plan()
+        self.planner: Callable[[list[Finding]], Plan] | None = None
+        """Decides in place of ``bits``, from what a measuring step found."""
         self._bad = False  # a gradient of the last backward was not finite
 
     @property
@@ -331,22 +346,37 @@ class MixTuner(Probed):
 
     # ------------------------------------------------------------ deciding
 
-    def _weights(self) -> dict[Site, float]:
-        """For each tensor the cost of a unit of mean squared error."""
+    def findings(self) -> list[Finding]:
+        """What the last measuring step found of each tensor, in the order of the forward.
+
+        Only options are listed whose mean effect on what flows on is within a percent.
+        """
+        weights = self._weights()
+        whole = self._weights(_counts_whole)
+        known = [(site, self._seen[site]) for site in weights]
+        options, sources = self._offers(known, _BIAS)
+        return [
+            Finding(seen.sites, weights[site], whole.get(site, 0.0), those, [(known[j][0], gain) for j, gain in from_])
+            for (site, seen), those, from_ in zip(known, options, sources, strict=True)
+        ]
+
+    def _weights(self, counts: Callable[[_Felt, int, float], float] | None = None) -> dict[Site, float]:
+        """For each tensor the cost of a unit of mean squared error; ``counts`` tells how much each weight counts."""
         if self._probed:
             return {site: self._probed[site] for site in self._seen if site in self._probed}
+        counts = counts or _counts_each
         total, count = self._total(), sum(1 for felt in self._felt.values() if felt.weight > 0)
         least = _NEGLIGIBLE**2 * total
         spread = [f.own(least) * seen.square for seen in self._seen.values() for f in self._known(seen) if f.weight > 0]
         # Inputs that are not stored, such as the batch itself, come first. Their weights count like the others.
         hidden = [f for site, f in self._felt.items() if f.weight > 0 and site not in self._by_site]
         usual = statistics.median(spread) if spread else 1.0
-        before = sum(_counts(f, count, total) * usual for f in hidden)  # what noise in all that flows on costs
+        before = sum(counts(f, count, total) * usual for f in hidden)  # what noise in all that flows on costs
         found: dict[Site, float] = {}
         for first, seen in self._seen.items():
             known = self._known(seen)
-            cost = sum(f.own(least) * _counts(f, count, total) + f.passed * before for f in known)
-            before += sum(f.own(least) * _counts(f, count, total) * seen.square for f in known if f.weight > 0)
+            cost = sum(f.own(least) * counts(f, count, total) + f.passed * before for f in known)
+            before += sum(f.own(least) * counts(f, count, total) * seen.square for f in known if f.weight > 0)
             if known and math.isfinite(cost):
                 found[first] = cost
         return found
@@ -358,7 +388,14 @@ class MixTuner(Probed):
     def _known(self, seen: _Seen) -> list[_Felt]:
         return [self._felt[site] for site in seen.sites if site in self._felt]
 
+    def follow(self, plan: Plan) -> None:
+        """Begin with a plan, until a step has been measured."""
+        self._plan = plan
+
     def _decide(self) -> None:
+        if self.planner is not None:
+            self._plan = self.planner(self.findings())
+            return
         weights = self._weights()
         known = [(site, self._seen[site]) for site in weights]
         numel = sum(seen.numel for seen in self._seen.values())
@@ -460,9 +497,14 @@ class MixTuner(Probed):
             self._remember(_Seen(sites=sites, sources=sources, options=options, **numbers))
 
 
-def _counts(felt: _Felt, count: int, total: float) -> float:
+def _counts_each(felt: _Felt, count: int, total: float) -> float:
     """How much a weight counts: as one among all, and by its part of the whole gradient."""
-    return 1.0 / max(1, count) + (felt.weight / total if total > 0 else 0.0)
+    return 1.0 / max(1, count) + _counts_whole(felt, count, total)
+
+
+def _counts_whole(felt: _Felt, count: int, total: float) -> float:
+    """The part of the whole gradient's square that is this weight's."""
+    return felt.weight / total if total > 0 else 0.0
 
 
 def _least(options: Sequence[Sequence[Option]], sources: Sequence[Sequence[tuple[int, float]]]) -> int:

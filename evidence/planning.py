@@ -1,0 +1,267 @@
+"""Plans under budgets, measured: peak, time and gradient error beside what was predicted, and beside other ways.
+
+    python -m evidence.planning steps            rows of real steps, each mode in processes of its own
+    python -m evidence.planning fit              the largest batch for 2 GiB, each verified by a real step
+    python -m evidence.planning sizes            what fits cards of the papers' sizes, computed without data
+    python -m evidence.planning page             docs/planning.md and its figure from the rows
+
+Rows are added to ``evidence/results/planning.csv``, ``fits.csv`` and ``sizes.csv``; what is there already is not run
+again. ``make evidence-plan`` runs all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from benchmarks.nets import Bottleneck, DoubleConv, UNet3d, resnet50
+from benchmarks.run import environment
+from evidence.fidelity import RESULTS
+from lowtide.planning.verifying import verify
+
+STEPS, FITS, SIZES = (RESULTS / name for name in ("planning.csv", "fits.csv", "sizes.csv"))
+PARTS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.0)
+"""Budgets as parts of the plain peak; 0 stands for the smallest possible."""
+MODES = ("plain", "division", "actnn", "auto", "checkpoint", "save_on_cpu")
+ERROR = 0.1
+"""The error that a plan may have where the smallest peak is asked for."""
+
+
+# ---------------------------------------------------------------- what is run
+
+
+class Checkpointed(nn.Module):
+    """A block that is computed again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+
+
+def checkpointed(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> nn.Module:
+    """The model with every block of these kinds checkpointed, in place."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, kinds):
+                setattr(module, name, Checkpointed(child))
+    return model
+
+
+def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def named(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).loss  # type: ignore[no-any-return]
+
+
+def autocast(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(**batch).loss  # type: ignore[no-any-return]
+
+
+def on_cpu(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return loss(model, batch)
+
+
+def images(n: int, side: int = 224) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, side, side), torch.zeros(n, dtype=torch.int64)
+
+
+def volumes(n: int, side: int = 64) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 1, side // 2, side, side), torch.zeros(n, side // 2, side, side, dtype=torch.int64)
+
+
+def tokens(n: int, length: int = 128, classes: bool = True) -> dict[str, Tensor]:
+    ids = torch.randint(8192, (n, length))
+    return {"input_ids": ids, "labels": torch.zeros(n, dtype=torch.int64) if classes else ids}
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(vocab_size=8192))
+
+
+def llama(layers: int = 4, width: int = 512) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _bert_blocks() -> tuple[type[nn.Module], ...]:
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    return (BertLayer,)
+
+
+def _llama_blocks() -> tuple[type[nn.Module], ...]:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    return (LlamaDecoderLayer,)
+
+
+class Subject:
+    """A model, a batch of a size, a loss, and the blocks that checkpointing takes."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        make: Callable[[int], Any],
+        loss: Callable[[nn.Module, Any], Tensor],
+        size: int,
+        blocks: Callable[[], tuple[type[nn.Module], ...]],
+    ) -> None:
+        self.build, self.make, self.loss, self.size, self.blocks = build, make, loss, size, blocks
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build()
+
+
+SUBJECTS = {
+    "ResNet-50": Subject(resnet50, images, classify, 16, lambda: (Bottleneck,)),
+    "BERT-base": Subject(bert, tokens, named, 8, _bert_blocks),
+    "3-D U-Net": Subject(UNet3d, volumes, classify, 2, lambda: (DoubleConv,)),
+    "Llama-like, bf16": Subject(
+        llama, functools.partial(tokens, length=256, classes=False), autocast, 8, _llama_blocks
+    ),
+}
+
+
+# ---------------------------------------------------------------- rows
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def add(path: Path, row: dict[str, Any]) -> None:
+    row = {**row, **environment()}
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(", ".join(f"{k}={v}" for k, v in row.items() if v not in ("", None))[:300], flush=True)
+
+
+def steps(names: list[str]) -> None:
+    """Each mode and each plan in processes of its own, one after the other."""
+    done = {(row["subject"], row["mode"], row["part"]) for row in read(STEPS)}
+    for name in names:
+        subject = SUBJECTS[name]
+        for mode in MODES:
+            if (name, mode, "") in done:
+                continue
+            model, batch, loss = subject.model(), subject.make(subject.size), subject.loss
+            if mode == "checkpoint":
+                model = checkpointed(model, subject.blocks())
+            elif mode == "save_on_cpu":
+                loss = functools.partial(on_cpu, loss)
+            found = verify(mode if mode in lowtide.methods() else None, model, batch, loss, plain=False)
+            add(STEPS, _row(name, mode, "", None, found))
+        wanted = [part for part in PARTS if (name, "plan", str(part)) not in done]
+        if not wanted:
+            continue
+        model, batch = subject.model(), subject.make(subject.size)
+        profile = lowtide.profile(model, batch, subject.loss)
+        smallest = lowtide.plan(profile, error=ERROR).predicted
+        assert smallest is not None
+        for part in wanted:
+            budget = max(int(part * profile.peak), smallest.peak)
+            if 0 < part * profile.peak < smallest.peak:
+                continue
+            plan = lowtide.plan(profile, budget)
+            found = verify(plan, model, batch, subject.loss, plain=False)
+            add(STEPS, _row(name, "plan", str(part), plan, found) | {"plain_predicted": profile.peak, "budget": budget})
+
+
+def _row(name: str, mode: str, part: str, plan: lowtide.BudgetPlan | None, found: Any) -> dict[str, Any]:
+    expected = None if plan is None else plan.predicted
+    return {
+        "subject": name,
+        "mode": mode,
+        "part": part,
+        "budget": "",
+        "peak": found.peak,
+        "seconds": round(found.seconds, 4),
+        "error": f"{found.error:.4g}",
+        "predicted_peak": "" if expected is None else expected.peak,
+        "predicted_error": "" if expected is None else f"{expected.error:.4g}",
+        "predicted_slowdown": "" if expected is None else f"{expected.slowdown or 0:.4g}",
+        "plain_predicted": "",
+    }
+
+
+def fits(budget: str = "2 GiB") -> None:
+    """The largest batch for a budget, each verified by a real step."""
+    done = {(row["subject"], row["way"]) for row in read(FITS)}
+    for name, subject in SUBJECTS.items():
+        for way in ("plain", "checkpoint", "plan"):
+            if (name, way) in done:
+                continue
+            model = subject.model()
+            if way == "checkpoint":
+                model = checkpointed(model, subject.blocks())
+            method = "plan" if way == "plan" else "plain"
+            found = lowtide.fit(model, subject.make, subject.loss, budget, method=method, run=False)
+            measured = verify(found.plan, model, subject.make(found.size), subject.loss, plain=False)
+            row = {
+                "subject": name,
+                "way": way,
+                "budget": found.budget,
+                "size": found.size,
+                "predicted_peak": found.peak,
+            }
+            seconds = round(measured.seconds, 3)
+            add(FITS, row | {"peak": measured.peak, "seconds": seconds, "error": f"{measured.error:.4g}"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["steps", "fit", "sizes", "page"])
+    parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    arguments = parser.parse_args()
+    if arguments.what == "steps":
+        steps(arguments.subjects)
+    elif arguments.what == "fit":
+        fits()
+    elif arguments.what == "sizes":
+        from evidence.planning_sizes import sizes
+
+        sizes()
+    else:
+        from evidence.planning_page import page
+
+        page()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The largest batch, or the longest sequence, whose step fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..machine.measure import available_nbytes
+from ..report import size
+from ..verify.check import LossFn
+from .planner import BudgetError, BudgetPlan, Problem, nbytes_of, plan
+from .profiling import Profile, profile, without_data
+from .solvers import path
+from .verifying import Verification, verify
+
+_MOST = 1 << 24
+METHODS = ("plan", "plain")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest size whose step fits; made by :func:`fit`."""
+
+    size: int
+    """What ``make_batch`` was called with."""
+    budget: int
+    peak: int
+    """The predicted peak at that size."""
+    plan: BudgetPlan | None
+    """None if a plain step was to fit."""
+    profile: Profile
+    verification: Verification | None = None
+    """A real step of that size; None if none was run."""
+
+    def __str__(self) -> str:
+        """In a few lines."""
+        how = "as it is" if self.plan is None else "with a plan"
+        lines = [f"{self.size} is the largest size that fits {size(self.budget)} {how}: peak {size(self.peak)}"]
+        if self.plan is not None:
+            lines.append(self.plan.summary())
+        if self.verification is not None:
+            lines.append(str(self.verification))
+        return "\n".join(lines)
+
+
+def fit(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    loss_fn: LossFn | None = None,
+    budget: int | float | str | None = None,
+    *,
+    method: str = "plan",
+    allow: Iterable[str] = ("compress", "rebuild"),
+    optimizer: torch.optim.Optimizer | None = None,
+    most: int = _MOST,
+    run: bool = True,
+) -> Fit:
+    """Find the largest ``n`` for which a step on ``make_batch(n)`` fits ``budget``, and run one such step.
+
+    ``n`` may be the number of samples, the length of a sequence, or any size with which memory grows. Sizes are tried
+    without data, so none of them needs memory; ``make_batch`` is called for the tried sizes, and what it makes with
+    torch functions has no data then. Without a budget the free memory of the model's device counts. ``method`` is
+    "plan", or "plain" for the largest size of an ordinary step. No tensor gets fewer than 2 bits. With ``run`` a real
+    step of that size runs in a child process, and the result has its peak and time.
+
+    >>> import torch, lowtide
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
+    >>> loss = lambda model, x: model(x).square().mean()
+    >>> make = lambda n: torch.randn(n, 64)
+    >>> plain = lowtide.fit(model, make, loss, "64 MiB", method="plain", run=False)
+    >>> planned = lowtide.fit(model, make, loss, "64 MiB", run=False)
+    >>> planned.size > plain.size
+    True
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ValueError(f"most must be a whole number of at least 1; got {most!r}")
+    limit = free_nbytes(model) if budget is None else nbytes_of(budget)
+    allowed = tuple(allow)
+    known: dict[tuple[int, bool], tuple[int, Profile]] = {}
+
+    def least(n: int, measure: bool = False) -> int:
+        """The smallest peak of a step of size ``n``; what operators take inside themselves counts if it is measured."""
+        if (n, measure) not in known:
+            found = without_data(model, lambda: make_batch(n), loss_fn, None, optimizer, measure=measure)
+            known[n, measure] = (_least_peak(found, method, allowed), found)
+        return known[n, measure][0]
+
+    best = _largest(least, limit, most)
+    above = best + 1
+    while best > 0 and least(best, True) > limit:
+        above, best = best, min(best - 1, int(best * limit / least(best, True)))
+    while best > 0 and above - best > 1:
+        middle = (best + above) // 2
+        best, above = (middle, above) if least(middle, True) <= limit else (best, middle)
+    if best == 0:
+        peak, found = known[1, (1, True) in known]
+        raise BudgetError(
+            f"not even a size of 1 fits {size(limit)}: its smallest possible peak is {size(peak)}, of which "
+            f"{size(found.rest)} is there before the step",
+            peak,
+        )
+    peak, found = known[best, True]
+    made = None if method == "plain" else plan(found, limit, allow=allowed)
+    verification = None
+    if run:
+        batch = make_batch(best)
+        if made is not None and found.peak < available_nbytes() // 2:  # it can be measured what noise does
+            measured = profile(model, batch, loss_fn, optimizer=optimizer)
+            made = plan(measured, limit, allow=allowed)
+        verification = verify(
+            *(made, model, batch, loss_fn),
+            plain=found.peak < available_nbytes() // 2,
+            predicted_peak=peak if made is None or made.predicted is None else made.predicted.peak,
+        )
+    peak = peak if made is None or made.predicted is None else made.predicted.peak
+    return Fit(best, limit, peak, made, found, verification)
+
+
+def _least_peak(found: Profile, method: str, allowed: tuple[str, ...]) -> int:
+    if method == "plain":
+        return found.peak
+    problem = Problem.of(found, allowed)
+    return min(state.peak for state in path(problem.base, problem.items))
+
+
+def _largest(least: Callable[[int], int], limit: int, most: int) -> int:
+    """The largest size from 1 on whose least peak is within the limit; 0 if there is none.
+
+    Peaks grow with the size, nearly in proportion, so a line through two of them tells where to look next.
+    """
+    if least(1) > limit:
+        return 0
+    low, high = 1, 2
+    while high <= most and least(high) <= limit:
+        slope = (least(high) - least(low)) / (high - low)
+        guess = int(high + 0.98 * (limit - least(high)) / slope) if slope > 0 else 2 * high
+        low, high = high, max(high + 1, min(guess, 64 * high))
+        if low == most:
+            return most
+        high = min(high, most)
+    if high > most:
+        return low
+    while high - low > 1:
+        inside = (limit - least(low)) / max(1, least(high) - least(low))
+        middle = low + int(inside * (high - low))
+        middle = min(max(middle, low + max(1, (high - low) // 8)), high - max(1, (high - low) // 8))
+        middle = min(max(middle, low + 1), high - 1)
+        if least(middle) <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def free_nbytes(model: nn.Module) -> int:
+    """Free memory of the model's device, with what the model itself takes there."""
+    device = next(model.parameters()).device
+    own = sum(p.numel() * p.element_size() for p in model.parameters())
+    if device.type == "cpu":
+        return available_nbytes() + own
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return int(free) + own

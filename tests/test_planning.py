@@ -1,0 +1,468 @@
+"""Profiles, plans and fits: bytes against real and recorded steps, limits kept, bad input refused in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide.planning.planner import Problem, nbytes_of
+from lowtide.planning.profiling import digest
+from lowtide.planning.recorder import Recorder
+from lowtide.planning.solvers import KEEP, path
+from zoo import ZOO
+
+MIB = 2**20
+
+
+def net(width: int = 16) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for _ in range(4):
+        layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
+def images(n: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 3, 32, 32), torch.zeros(n, dtype=torch.int64)
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], lowtide.Profile]:
+    torch.manual_seed(0)
+    model, batch = net(), images()
+    return model, batch, lowtide.profile(model, batch, loss, measure=False)
+
+
+def recorded_peak(model: nn.Module, batch: object, step) -> int:
+    """Bytes of all tensors at the highest moment of a real step, counted by the same recorder."""
+    model.zero_grad(set_to_none=True)
+    recorder = Recorder(lambda: "")
+    recorder.know(model.parameters(), "weights")
+    recorder.know(model.buffers(), "weights")
+    recorder.know(batch, "inputs")
+    with recorder:
+        step()
+    recorder.finish()
+    levels = np.zeros(recorder.time + 2, dtype=np.int64)
+    for block in recorder.blocks:
+        levels[block.born] += block.nbytes
+        levels[block.died + 1] -= block.nbytes
+    return int(np.cumsum(levels).max())
+
+
+def bare(saved):
+    """Without what only a real step can tell."""
+    return dataclasses.replace(saved, offers=(), weight=0.0, whole=0.0, sources=())
+
+
+# ---------------------------------------------------------------- profiles
+
+
+# Shape functions that are not those of the real operators: torch says that a CPU LSTM needs no workspace, and
+# transformers writes a causal mask out where it sees tensors without data.
+OTHERWISE = {"lstm", "gpt2", "llama"}
+
+
+@pytest.mark.parametrize("name", sorted(OTHERWISE))
+def test_where_shapes_are_computed_otherwise_little_differs(name):
+    model, batch, closure = ZOO[name]()
+    real, fake = (lowtide.profile(model, batch, closure, measure=False, fake=f) for f in (False, True))
+    assert real.blocks != fake.blocks  # once they are equal, the name above can go
+    assert {s.sites for s in real.saved} == {s.sites for s in fake.saved}
+
+
+@pytest.mark.parametrize("name", sorted(set(ZOO) - OTHERWISE))
+def test_without_data_every_byte_is_the_same(name):
+    torch.manual_seed(0)
+    model, batch, closure = ZOO[name]()
+    real = lowtide.profile(model, batch, closure, measure=False)
+    fake = lowtide.profile(model, batch, closure, measure=False, fake=True)
+    assert real.blocks == fake.blocks
+    assert (real.times, real.forward_end, real.peak, real.rest) == (fake.times, fake.forward_end, fake.peak, fake.rest)
+    bare = [
+        [dataclasses.replace(s, offers=(), weight=0.0, whole=0.0, sources=()) for s in p.saved] for p in (real, fake)
+    ]
+    assert bare[0] == bare[1]
+
+
+def test_the_peak_is_that_of_a_plain_step(measured):
+    model, batch, profile = measured
+    plain = recorded_peak(model, batch, lambda: loss(model, batch).backward())
+    # To find out what can be rebuilt, scale and shift of 4 batch norms with 16 channels are computed.
+    assert profile.peak == plain + 4 * 2 * 16 * 4
+
+
+def test_saved_bytes_are_those_of_a_report(measured):
+    model, batch, profile = measured
+    with lowtide.compress(model, "lossless") as session:
+        value = loss(model, batch)
+    assert value.grad_fn is not None
+    targets = batch[1].numel() * 8  # of which a report does not know that the caller holds them
+    assert profile.saved_nbytes == session.report().plain_nbytes - targets
+
+
+def test_roles_are_told_apart(measured):
+    model, batch, profile = measured
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    assert profile.of_role("weights") == weights + buffers
+    assert profile.of_role("gradients") == weights
+    assert profile.of_role("inputs") == sum(x.numel() * x.element_size() for x in batch)
+    assert profile.rest == weights + buffers + profile.of_role("inputs")
+    assert sum(n for _, _, n in profile.holders()) == profile.peak
+
+
+def test_profiling_disturbs_nothing(measured):
+    model, batch, _ = measured
+    model.zero_grad()
+    loss(model, batch).backward()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    gradients = [p.grad.clone() for p in model.parameters()]
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    lowtide.profile(model, batch, loss, measure=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_profile_survives_json(measured, tmp_path):
+    profile = measured[2]
+    profile.save(tmp_path / "profile.json")
+    assert lowtide.Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_the_optimizer_counts(measured):
+    model, batch, profile = measured
+    weights = sum(p.numel() for p in model.parameters())
+    for optimizer, each in ((torch.optim.AdamW, 2), (torch.optim.SGD, 0)):
+        given = optimizer(model.parameters(), lr=0.1)
+        found = lowtide.profile(model, batch, loss, fake=True, measure=False, optimizer=given)
+        steps = len(list(model.parameters())) * 4 * (each > 0)
+        assert found.optimizer_nbytes == 4 * each * weights + steps
+        assert found.peak == profile.peak + found.optimizer_nbytes
+        assert not given.state
+
+
+def test_a_model_on_the_meta_device_needs_no_memory():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 16, 1 << 16), nn.GELU(), nn.Linear(1 << 16, 1))
+        batch = torch.empty(1 << 14, 1 << 16)
+    profile = lowtide.profile(model, batch, lambda m, x: m(x).square().mean())
+    assert profile.fake
+    assert profile.peak > 16 * 2**30
+    assert "without data" in str(profile)
+
+
+def test_a_step_that_needs_values_is_refused():
+    model = nn.Linear(4, 4)
+
+    def choosy(model, x):
+        y = model(x)
+        return y.sum() if y.max() > 0 else y.mean()
+
+    with pytest.raises(ValueError, match="cannot run without data"):
+        lowtide.profile(model, torch.ones(2, 4), choosy, fake=True)
+
+
+def test_a_checkpointed_step_is_profiled_as_it_runs():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model, x = Checkpointed(), torch.randn(512, 256, requires_grad=True)
+    found = lowtide.profile(model, x, lambda m, x: m(x).square().mean(), fake=True, measure=False)
+    assert found.peak == recorded_peak(model, [x], lambda: model(x).square().mean().backward())
+
+
+# ---------------------------------------------------------------- plans
+
+
+def run(model, batch, plan):
+    session = lowtide.compress(model, plan)
+
+    def step():
+        with session:
+            value = loss(model, batch)
+        value.backward()
+
+    return session, step
+
+
+@pytest.mark.parametrize("part", [1.0, 0.8, 0.6, 0.45, 0.0])
+def test_the_predicted_peak_is_that_of_a_real_step(measured, part):
+    model, batch, profile = measured
+    problem = Problem.of(profile, ("compress", "rebuild"))
+    least = min(state.peak for state in path(problem.base, problem.items, price=problem.price))
+    budget = max(least, int(part * profile.peak))
+    plan = lowtide.plan(profile, budget)
+    assert plan.predicted.peak <= budget
+    session, step = run(model, batch, plan)
+    step()
+    peak = recorded_peak(model, batch, step)
+    # The recorder sees temporaries of a codec, which the prediction leaves out: less than two groups a thread and mask.
+    assert plan.predicted.peak * 0.97 <= peak <= plan.predicted.peak * 1.05
+    assert session.plan().choices == {s: c for s, c in plan.choices.items() if s in session.plan().choices}
+    assert not [n for n in session.report().notes if "not met" in n]
+
+
+@pytest.mark.parametrize("limit", [{"ratio": 8}, {"bits": 3}])
+def test_stored_bytes_are_as_predicted(measured, limit):
+    model, batch, profile = measured
+    plan = lowtide.plan(profile, **limit)
+    session, step = run(model, batch, plan)
+    step()
+    shown = session.report()
+    kept = sum(s.stored_nbytes for s in shown.sites if s.state == "compressed")
+    kept += sum(
+        profile.saved[i].nbytes for i, s in enumerate(profile.saved) if str(plan.choices.get(s.sites[0])) == "exact"
+    )
+    assert kept == plan.predicted.stored_nbytes
+    if "ratio" in limit:
+        assert plan.predicted.stored_nbytes <= plan.predicted.saved_nbytes / 8
+
+
+def test_the_predicted_error_is_of_the_size_of_the_real_one(measured):
+    model, batch, profile = measured
+    for bits in (2, 4):
+        plan = lowtide.plan(profile, bits=bits)
+        result = lowtide.check(model, batch, loss, plan, seeds=4)
+        assert plan.predicted.error / 3 < result.overall.error < plan.predicted.error * 3
+
+
+def test_an_error_gives_the_smallest_peak_that_has_it(measured):
+    profile = measured[2]
+    peaks = [lowtide.plan(profile, error=e).predicted for e in (0.001, 0.01, 0.1)]
+    assert [p.error <= e for p, e in zip(peaks, (0.001, 0.01, 0.1), strict=True)] == [True] * 3
+    assert peaks[0].peak >= peaks[1].peak >= peaks[2].peak
+
+
+def test_less_memory_costs_more(measured):
+    profile = measured[2]
+    costs = []
+    for part in np.linspace(1.0, 0.4, 13):
+        predicted = lowtide.plan(profile, int(part * profile.peak)).predicted
+        costs.append(predicted.error)
+    assert costs == sorted(costs)
+
+
+def test_everything_is_kept_where_it_fits(measured):
+    profile = measured[2]
+    plan = lowtide.plan(profile, 2 * profile.peak)
+    assert set(map(str, plan.choices.values())) == {"exact"}
+    assert plan.predicted.error == 0
+
+
+def test_what_is_not_allowed_is_not_done(measured):
+    profile = measured[2]
+    budget = int(0.7 * profile.peak)
+    assert not lowtide.plan(profile, budget, allow=["compress"]).rebuilds
+    offloaded = lowtide.plan(profile, budget, allow=["offload"])
+    assert {str(c) for c in offloaded.choices.values()} == {"exact", "exact in file"}
+    assert offloaded.predicted.error == 0
+
+
+def test_offloaded_tensors_come_back_exactly(measured):
+    model, batch, profile = measured
+    plan = lowtide.plan(profile, int(0.7 * profile.peak), allow="offload")
+    model.zero_grad()
+    loss(model, batch).backward()
+    exact = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    _, step = run(model, batch, plan)
+    step()
+    assert all(torch.equal(g, p.grad) for g, p in zip(exact, model.parameters(), strict=True))
+
+
+def test_a_plan_for_a_budget_survives_json(measured, tmp_path):
+    plan = lowtide.plan(measured[2], ratio=6)
+    plan.save(tmp_path / "plan.json")
+    again = lowtide.BudgetPlan.load(tmp_path / "plan.json")
+    assert (again, again.predicted, again.model, again.limit) == (plan, plan.predicted, plan.model, plan.limit)
+    assert lowtide.Plan.load(tmp_path / "plan.json").choices == plan.choices
+
+
+def test_a_budget_that_is_too_small_names_the_smallest(measured):
+    profile = measured[2]
+    with pytest.raises(lowtide.BudgetError, match=r"smallest possible peak is [\d.]+ MiB") as refused:
+        lowtide.plan(profile, "1 MiB")
+    assert lowtide.plan(profile, refused.value.least).predicted.peak <= refused.value.least
+    with pytest.raises(lowtide.BudgetError):
+        lowtide.plan(profile, refused.value.least - 1)
+    with pytest.raises(lowtide.BudgetError, match="smallest possible"):
+        lowtide.plan(profile, ratio=1000)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "match"),
+    [
+        ({"budget": -1}, ValueError, "above zero; got -1"),
+        ({"budget": "2 XB"}, ValueError, "number with a unit"),
+        ({"budget": "-2 GiB"}, ValueError, "number with a unit"),
+        ({"budget": True}, TypeError, "number of bytes or text"),
+        ({"budget": math.nan}, ValueError, "above zero"),
+        ({"ratio": 0}, ValueError, "ratio must be a number above zero"),
+        ({"bits": "3"}, ValueError, "bits must be a number"),
+        ({}, TypeError, "got none"),
+        ({"bits": 3, "ratio": 2}, TypeError, "give one of"),
+        ({"ratio": 2, "allow": ["fly"]}, ValueError, "allow takes compress, rebuild, offload; got 'fly'"),
+        ({"ratio": 2, "solver": "guess"}, ValueError, "guess"),
+    ],
+)
+def test_bad_limits_are_refused_in_one_line(measured, limit, error, match):
+    with pytest.raises(error, match=match) as refused:
+        lowtide.plan(measured[2], **limit)
+    assert "\n" not in str(refused.value)
+
+
+def test_units_are_read():
+    assert [nbytes_of(x) for x in ("1 KiB", "1kb", "0.5 GiB", 7, 7.9)] == [1024, 1000, 2**29, 7, 7]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 9, "blocks": []}', "null"])
+def test_what_is_no_profile_is_refused(text, tmp_path):
+    with pytest.raises(ValueError, match=r"not a profile|a profile has|cannot be read"):
+        lowtide.Profile.from_json(text)
+
+
+def test_a_broken_profile_is_refused(measured):
+    data = json.loads(measured[2].to_json())
+    data["saved"][0]["surprise"] = 1
+    with pytest.raises(ValueError, match="cannot be read"):
+        lowtide.Profile.from_json(json.dumps(data))
+
+
+def test_profiles_and_plans_are_of_one_model(measured):
+    model, batch, profile = measured
+    other = net(8)
+    assert digest(other) != digest(model) == profile.model
+    with pytest.raises(ValueError, match="other parameters"):
+        lowtide.plan(profile, ratio=4).verify(other, batch, loss)
+    with pytest.raises(TypeError, match=r"lowtide\.profile\(\)"):
+        lowtide.plan(model, ratio=4)
+    with pytest.raises(ValueError, match="device goes with fake"):
+        lowtide.profile(model, batch, loss, device="cuda")
+    with lowtide.attach(model, "lossless"), pytest.raises(RuntimeError, match="attached already"):
+        lowtide.profile(model, batch, loss)
+
+
+def test_a_verified_plan_is_measured_in_other_processes(measured):
+    model, _, _ = measured
+    batch = images(64)
+    profile = lowtide.profile(model, batch, loss)
+    plan = lowtide.plan(profile, int(0.6 * profile.peak))
+    found = plan.verify(model, batch, loss)
+    assert found.peak < found.plain_peak
+    assert 0.85 < found.peak_ratio < 1.15  # of 60 MiB; resident memory is exact to a few
+    assert found.error == pytest.approx(plan.predicted.error, rel=2)
+    assert "predicted" in str(found)
+
+
+# ---------------------------------------------------------------- fit, attach with a budget, explaining errors
+
+
+def test_fit_finds_the_largest_batch():
+    model = net()
+    plain = lowtide.fit(model, images, loss, "40 MiB", method="plain", run=False)
+    assert lowtide.profile(model, images(plain.size), loss, fake=True).peak <= 40 * MIB
+    assert lowtide.profile(model, images(plain.size + 1), loss, fake=True).peak > 40 * MIB
+    planned = lowtide.fit(model, images, loss, "40 MiB", run=False)
+    assert planned.size > 2 * plain.size
+    assert planned.plan.predicted.peak <= 40 * MIB
+    with pytest.raises(lowtide.BudgetError, match="not even a size of 1"):
+        lowtide.fit(model, images, loss, "100 KiB", run=False)
+    assert lowtide.fit(model, images, loss, "40 MiB", run=False, most=3).size == 3
+    with pytest.raises(ValueError, match="method must be one of"):
+        lowtide.fit(model, images, loss, "40 MiB", method="magic")
+
+
+def test_attach_with_a_budget_keeps_to_it():
+    torch.manual_seed(0)
+    model, batch = net(), images()
+    plain = lowtide.profile(model, batch, loss, fake=True, measure=False).peak
+    budget = int(0.6 * plain)
+    with lowtide.attach(model, budget=budget) as handle:
+        peaks = []
+        for _ in range(4):
+            peaks.append(recorded_peak(model, batch, lambda: loss(model, batch).backward()))
+            assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        note = next(n for n in handle.report().notes if "budget" in n)
+        assert "predicted peak" in note
+        kept = {str(choice) for choice in handle.plan().choices.values()}
+    assert max(peaks[1:2] + peaks[3:]) <= 1.05 * budget  # steps 1 and 3 measure, which takes memory
+    assert kept != {"exact"}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_attach_refuses_a_budget_that_makes_no_sense():
+    model, batch = net(), images()
+    with pytest.raises(TypeError, match="goes with method 'auto'"):
+        lowtide.attach(model, "division", budget="1 GiB")
+    with pytest.raises(TypeError, match="takes the place of its options"):
+        lowtide.attach(model, "auto", bits=2, budget="1 GiB")
+    with pytest.raises(ValueError, match="number with a unit"):
+        lowtide.attach(model, budget="a lot")
+    with lowtide.attach(model, budget="100 KiB"), pytest.raises(lowtide.BudgetError, match="smallest possible peak"):
+        loss(model, batch)
+    loss(model, batch).backward()
+
+
+class Hungry(nn.Module):
+    def forward(self, x):
+        raise MemoryError("no room")
+
+
+def test_out_of_memory_is_explained_and_raised():
+    model, batch, told = net(), images(), []
+    with pytest.raises(MemoryError), lowtide.explain_oom(model, batch, loss, budget="10 MiB", write=told.append):
+        raise MemoryError
+    assert "peak" in told[0]
+    assert "A plan that fits 10.0 MiB" in told[0]
+    with pytest.raises(RuntimeError), lowtide.explain_oom(model, batch, loss, budget="10 KiB", write=told.append):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+    assert "smallest possible peak" in told[1]
+
+
+def test_other_errors_pass_unexplained():
+    told = []
+    with pytest.raises(RuntimeError, match="other"), lowtide.explain_oom(net(), images(), loss, write=told.append):
+        raise RuntimeError("other")
+    with lowtide.explain_oom(write=told.append):
+        pass
+    assert told == []
+
+
+def test_the_model_is_found_in_the_traceback():
+    model, told = nn.Sequential(nn.Linear(8, 8), Hungry()), []
+    with pytest.raises(MemoryError), lowtide.explain_oom(write=told.append):
+        model(torch.ones(4, 8))
+    assert "could not explain" in told[0]  # its forward fails without data, too
+    with pytest.raises(MemoryError), lowtide.explain_oom(write=told.append):
+        raise MemoryError
+    assert "give explain_oom(model, batch, loss_fn)" in told[1]
+
+
+def test_a_plan_keeps_what_no_option_makes_smaller(measured):
+    profile = measured[2]
+    problem = Problem.of(profile, ("compress",))
+    state = path(problem.base, problem.items)[0]
+    assert all(pick == KEEP for pick, saved in zip(state.picks, profile.saved, strict=True) if saved.has_values)

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from benchmarks.nets import Bottleneck, DoubleConv, UNet3d, resnet50
-from benchmarks.run import environment
-from evidence.fidelity import RESULTS
+from evidence.fidelity import RESULTS, environment
 from lowtide.planning.verifying import verify
 
 STEPS, FITS, SIZES = (RESULTS / name for name in ("planning.csv", "fits.csv", "sizes.csv"))

@@ -9,7 +9,7 @@ ZOO := .venv-zoo
 NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
 .PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
-        evidence-safety clean
+        evidence-plan evidence-safety clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,12 @@ evidence: $(EVIDENCE)
 evidence-fidelity: $(EVIDENCE)
 	$(BIN)/python -m evidence.fidelity
 	$(BIN)/python -m evidence.chart
+
+evidence-plan: $(EVIDENCE)
+	$(BIN)/python -m evidence.planning steps
+	$(BIN)/python -m evidence.planning fit
+	$(BIN)/python -m evidence.planning sizes
+	$(BIN)/python -m evidence.planning page
 
 evidence-memory: $(READY)
 	$(BIN)/python -m evidence.memory

@@ -57,6 +57,7 @@ def fit(
     allow: Iterable[str] = ("compress", "rebuild"),
     optimizer: torch.optim.Optimizer | None = None,
     most: int = _MOST,
+    measure: bool = True,
     run: bool = True,
 ) -> Fit:
     """Find the largest ``n`` for which a step on ``make_batch(n)`` fits ``budget``, and run one such step.
@@ -65,7 +66,8 @@ def fit(
     without data, so none of them needs memory; ``make_batch`` is called for the tried sizes, and what it makes with
     torch functions has no data then. Without a budget the free memory of the model's device counts. ``method`` is
     "plan", or "plain" for the largest size of an ordinary step. No tensor gets fewer than 2 bits. With ``run`` a real
-    step of that size runs in a child process, and the result has its peak and time.
+    step of that size runs in a child process, and the result has its peak and time. ``measure`` is that of
+    :func:`profile`.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
@@ -84,20 +86,20 @@ def fit(
     allowed = tuple(allow)
     known: dict[tuple[int, bool], tuple[int, Profile]] = {}
 
-    def least(n: int, measure: bool = False) -> int:
+    def least(n: int, inside: bool = False) -> int:
         """The smallest peak of a step of size ``n``; what operators take inside themselves counts if it is measured."""
-        if (n, measure) not in known:
-            found = without_data(model, lambda: make_batch(n), loss_fn, None, optimizer, measure=measure)
-            known[n, measure] = (_least_peak(found, method, allowed), found)
-        return known[n, measure][0]
+        if (n, inside) not in known:
+            found = without_data(model, lambda: make_batch(n), loss_fn, None, optimizer, measure=inside)
+            known[n, inside] = (_least_peak(found, method, allowed), found)
+        return known[n, inside][0]
 
     best = _largest(least, limit, most)
     above = best + 1
-    while best > 0 and least(best, True) > limit:
-        above, best = best, min(best - 1, int(best * limit / least(best, True)))
+    while best > 0 and least(best, measure) > limit:
+        above, best = best, min(best - 1, int(best * limit / least(best, measure)))
     while best > 0 and above - best > 1:
         middle = (best + above) // 2
-        best, above = (middle, above) if least(middle, True) <= limit else (best, middle)
+        best, above = (middle, above) if least(middle, measure) <= limit else (best, middle)
     if best == 0:
         peak, found = known[1, (1, True) in known]
         raise BudgetError(
@@ -105,7 +107,7 @@ def fit(
             f"{size(found.rest)} is there before the step",
             peak,
         )
-    peak, found = known[best, True]
+    peak, found = known[best, measure]
     made = None if method == "plain" else plan(found, limit, allow=allowed)
     verification = None
     if run:

@@ -1,0 +1,185 @@
+"""Write docs/planning.md and draw docs/planning.svg from the rows of ``evidence.planning``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from benchmarks.chart import COLORS, DOCS, new_figure, save
+from evidence.planning import FITS, SIZES, STEPS, read
+
+Row = dict[str, str]
+_PLAN = "#d1495b"
+_OTHER = "#6c757d"
+_MIB = 2**20
+
+_HEAD = """# Budget in, plan out
+
+```python
+import lowtide
+
+profile = lowtide.profile(model, batch, loss_fn)  # where the memory of one step goes; fake=True needs no memory
+print(profile)
+plan = lowtide.plan(profile, "2 GiB")  # or ratio=8, bits=3, error=0.05
+print(plan.summary())
+print(plan.verify(model, batch, loss_fn))  # real steps in child processes, beside what was predicted
+handle = lowtide.attach(model, plan)
+
+handle = lowtide.attach(model, budget="2 GiB")  # the same in one line: plans by itself
+print(lowtide.fit(model, make_batch, loss_fn, "2 GiB"))  # the largest n for which make_batch(n) fits
+with lowtide.explain_oom(model, batch, loss_fn):  # if memory runs out: what held it, and a plan that fits
+    loss_fn(model, batch).backward()
+```
+
+From a shell: `lowtide profile`, `lowtide plan --budget "2 GiB"` and `lowtide fit --budget "2 GiB"` with a target
+`file.py:function`, `module:function`, `hf:CONFIG` or `timm:NAME`.
+
+## How a peak is predicted
+
+A profile is one plain step, written down: each storage with the moments of its birth and its death, when each saved
+tensor is left to the graph alone, and when backward reads it. Recorded on tensors without data it is the same, byte for
+byte, so nothing of it needs memory or a device. A plan is judged on these moments: until it is left to the graph a
+tensor is there in full; then in its stored form; in backward in full again, beside its stored form, for as long as an
+operator reads it. Weights, gradients, optimizer state, the batch and everything else stay as they were. What operators
+take inside themselves (oneDNN copies the operands of a convolution into its own order) shows to no profiler; it is
+measured once for each machine in a child process and added at the moments of these operators.
+
+The cost of a choice is the noise that it adds to every weight's gradient and to the whole, as `auto` measures it
+(`docs/methods.md`), and the seconds of its codec on this machine. A tenth of a step's time counts as much as an error
+of a tenth. The solver walks from the plain step downwards: at the highest moment it takes the change that costs least
+for each byte, until the budget is met. This path does not depend on the budget, so a larger budget never costs more.
+"""
+
+
+def _mib(nbytes: str | float) -> str:
+    return f"{float(nbytes) / _MIB:.0f}"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *map(list, rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _where(rows: list[Row]) -> str:
+    named = sorted({f"{r['machine']}, Python {r['python']}, torch {r['torch']}, {r['threads']} threads" for r in rows})
+    commits = sorted({row["commit"] for row in rows})
+    return f"Machine: {'; '.join(named)}. Commit {', '.join(commits)}."
+
+
+def _steps(rows: list[Row]) -> str:
+    parts = [
+        "## Budgets kept\n",
+        "Each line is a process of its own; peaks are of the whole step, weights, gradients and batch included, and "
+        "the smallest budget is that of the plan with a predicted error of at most 0.1. Time is the fastest of three steps "
+        "beside plain's, with glibc's default allocator. The error is that of the whole gradient, over two draws.\n",
+        "![Peak, time and error of plans and of other ways](planning.svg)\n",
+    ]
+    for name in dict.fromkeys(row["subject"] for row in rows):
+        own = [row for row in rows if row["subject"] == name]
+        plain = next(row for row in own if row["mode"] == "plain")
+        lines = []
+        for row in own:
+            budget = f"plan for {_mib(row['budget'])}" if row["mode"] == "plan" else row["mode"]
+            off = float(row["peak"]) / float(row["predicted_peak"]) if row["predicted_peak"] else None
+            lines.append(
+                [
+                    budget,
+                    _mib(row["peak"]),
+                    f"{float(row['peak']) / float(plain['peak']):.2f}x",
+                    "" if off is None else f"{_mib(row['predicted_peak'])} ({100 * (off - 1):+.1f} %)",
+                    f"{float(row['seconds']) / float(plain['seconds']):.2f}x",
+                    "exact" if float(row["error"]) == 0 else f"{float(row['error']):.2g}",
+                    f"{float(row['predicted_error']):.2g}" if row["predicted_error"] else "",
+                ]
+            )
+        head = ("", "peak, MiB", "of plain", "predicted", "time", "error", "predicted")
+        parts.append(f"### {name}\n\n{_table(head, lines)}\n")
+    return "\n".join([*parts, _where(rows), ""])
+
+
+def _figure(rows: list[Row]) -> None:
+    names = list(dict.fromkeys(row["subject"] for row in rows))
+    figure, axes = new_figure(2 * len(names), (3.1 * 2 * len(names), 3.2))
+    for i, name in enumerate(names):
+        own = [row for row in rows if row["subject"] == name]
+        plain = next(row for row in own if row["mode"] == "plain")
+        for axis, what in ((axes[2 * i], "time"), (axes[2 * i + 1], "error")):
+
+            def place(row: Row, what: str = what, plain: Row = plain) -> tuple[float, float]:
+                time = float(row["seconds"]) / float(plain["seconds"])
+                return float(row["peak"]) / float(plain["peak"]), time if what == "time" else float(row["error"])
+
+            for row in own:
+                x, y = place(row)
+                if row["mode"] == "plan" or (what == "error" and y == 0):
+                    continue
+                axis.plot(x, y, "o", color=COLORS.get(row["mode"], _OTHER))
+                axis.annotate(row["mode"], (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7.5)
+            plans = sorted(place(row) for row in own if row["mode"] == "plan")
+            axis.plot(*zip(*plans, strict=True), "D-", color=_PLAN, markersize=4, label="plan")
+            axis.set_title(f"{name}\n{'time of a step, plain = 1' if what == 'time' else 'gradient error'}", fontsize=9)
+            axis.set_xlabel("peak, plain = 1")
+            if what == "error":
+                axis.set_yscale("log")
+            axis.legend(frameon=False, fontsize=8)
+    save(figure, DOCS / "planning.svg")
+
+
+def _fits(rows: list[Row]) -> str:
+    lines = []
+    for name in dict.fromkeys(row["subject"] for row in rows):
+        own = {row["way"]: row for row in rows if row["subject"] == name}
+        plain = int(own["plain"]["size"])
+        for way, row in own.items():
+            lines.append(
+                [
+                    name,
+                    way,
+                    row["size"],
+                    f"{int(row['size']) / plain:.1f}x",
+                    _mib(row["peak"]),
+                    _mib(row["predicted_peak"]),
+                    f"{float(row['seconds']) / int(row['size']):.3f}",
+                    "exact" if float(row["error"]) == 0 else f"{float(row['error']):.2g}",
+                ]
+            )
+    head = ("", "way", "batch", "of plain", "measured peak, MiB", "predicted", "seconds a sample", "error")
+    return (
+        "## The largest batch for 2 GiB\n\nFound by `lowtide.fit` without data, then one real step of that size in a "
+        "child process. No tensor gets fewer than 2 bits; the error is measured, not predicted.\n\n"
+        f"{_table(head, lines)}\n\n{_where(rows)}\n"
+    )
+
+
+def _sizes(rows: list[Row]) -> str:
+    lines = []
+    for name in dict.fromkeys(row["case"] for row in rows):
+        own = {row["way"]: row for row in rows if row["case"] == name}
+        first = next(iter(own.values()))
+        ways = ("plain", "checkpoint", "plan", "checkpoint and plan")
+        lines.append([name, first["budget"], first["unit"], *(own[way]["size"] if way in own else "" for way in ways)])
+    head = ("", "card", "counted in", "plain", "checkpoint", "plan", "checkpoint and plan")
+    return (
+        "## What would fit larger cards\n\n**Computed, not run**: `lowtide.fit` on tensors without data, with the "
+        "operators of the CPU, without the workspaces of the card's own libraries, without an optimizer. The loss of "
+        "the language model is taken 4096 tokens at a time. What a checkpoint keeps is not compressed.\n\n"
+        f"{_table(head, lines)}\n\n{_where(rows)}\n"
+    )
+
+
+def text() -> str:
+    """The page."""
+    parts = [_HEAD]
+    for path, write in ((STEPS, _steps), (FITS, _fits), (SIZES, _sizes)):
+        rows = read(path)
+        if rows:
+            parts.append(write(rows))
+    return "\n".join(parts)
+
+
+def page() -> None:
+    """Write the page and its figure."""
+    rows = read(STEPS)
+    if rows:
+        _figure(rows)
+    (DOCS / "planning.md").write_text(text(), encoding="utf-8")

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from benchmarks.nets import Bottleneck, DoubleConv, UNet3d, resnet50
 from evidence.fidelity import RESULTS, environment
+from lowtide.planning.planner import budget_for
 from lowtide.planning.verifying import verify
 
 STEPS, FITS, SIZES = (RESULTS / name for name in ("planning.csv", "fits.csv", "sizes.csv"))
@@ -194,8 +195,8 @@ def steps(names: list[str]) -> None:
         smallest = lowtide.plan(profile, error=ERROR).predicted
         assert smallest is not None
         for part in wanted:
-            budget = max(int(part * profile.peak), smallest.peak)
-            if 0 < part * profile.peak < smallest.peak:
+            budget = max(int(part * profile.peak), budget_for(smallest.peak))
+            if 0 < part * profile.peak < budget:
                 continue
             plan = lowtide.plan(profile, budget)
             found = verify(plan, model, batch, subject.loss, plain=False)

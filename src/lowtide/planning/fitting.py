@@ -12,7 +12,7 @@ from torch import nn
 from ..machine.measure import available_nbytes
 from ..report import size
 from ..verify.check import LossFn
-from .planner import BudgetError, BudgetPlan, Problem, nbytes_of, plan
+from .planner import BudgetError, BudgetPlan, Problem, budget_for, nbytes_of, plan, usable
 from .profiling import Profile, profile, without_data
 from .solvers import path
 from .verifying import Verification, verify
@@ -82,7 +82,8 @@ def fit(
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ValueError(f"most must be a whole number of at least 1; got {most!r}")
-    limit = free_nbytes(model) if budget is None else nbytes_of(budget)
+    given = free_nbytes(model) if budget is None else nbytes_of(budget)
+    limit = usable(given)
     allowed = tuple(allow)
     known: dict[tuple[int, bool], tuple[int, Profile]] = {}
 
@@ -103,25 +104,25 @@ def fit(
     if best == 0:
         peak, found = known[1, (1, True) in known]
         raise BudgetError(
-            f"not even a size of 1 fits {size(limit)}: its smallest possible peak is {size(peak)}, of which "
+            f"not even a size of 1 fits {size(given)}: its smallest possible peak is {size(budget_for(peak))}, of which "
             f"{size(found.rest)} is there before the step",
-            peak,
+            budget_for(peak),
         )
     peak, found = known[best, measure]
-    made = None if method == "plain" else plan(found, limit, allow=allowed)
+    made = None if method == "plain" else plan(found, given, allow=allowed)
     verification = None
     if run:
         batch = make_batch(best)
         if made is not None and found.peak < available_nbytes() // 2:  # it can be measured what noise does
             measured = profile(model, batch, loss_fn, optimizer=optimizer)
-            made = plan(measured, limit, allow=allowed)
+            made = plan(measured, given, allow=allowed)
         verification = verify(
             *(made, model, batch, loss_fn),
             plain=found.peak < available_nbytes() // 2,
             predicted_peak=peak if made is None or made.predicted is None else made.predicted.peak,
         )
     peak = peak if made is None or made.predicted is None else made.predicted.peak
-    return Fit(best, limit, peak, made, found, verification)
+    return Fit(best, given, peak, made, found, verification)
 
 
 def _least_peak(found: Profile, method: str, allowed: tuple[str, ...]) -> int:

@@ -34,6 +34,23 @@ _TRADE = 0.2
 ``2 * 0.1**2``, because noise counts beside each gradient and beside the whole."""
 
 
+_RESERVE = 256
+"""One part in so many of a budget is left free: small objects and rounding to pages."""
+
+
+def usable(budget: int) -> int:
+    """What a plan may use of a budget."""
+    return budget - -(-budget // _RESERVE)
+
+
+def budget_for(peak: int) -> int:
+    """The smallest budget of which so much can be used."""
+    budget = -(-peak * _RESERVE // (_RESERVE - 1))
+    while usable(budget) < peak:
+        budget += 1
+    return budget
+
+
 class BudgetError(ValueError):
     """A limit that no plan meets; ``least`` is the smallest that one does."""
 
@@ -205,7 +222,7 @@ def plan(
     text |= {"bits": f"{wanted:g} bits a value", "error": f"error {wanted:g}"}
     try:
         if name == "budget":
-            found = solve(problem.base, problem.items, int(wanted), price=problem.price, solver=solver)
+            found = solve(problem.base, problem.items, usable(int(wanted)), price=problem.price, solver=solver)
         elif name == "error":
             found = problem.least_peak(wanted)
         else:
@@ -263,8 +280,9 @@ class Problem:
                     may_keep=saved.has_values,
                     sources=sources if may else (),
                     rebuilt_nbytes=saved.lossless_nbytes,
+                    # A sum of terms has a second tensor of its size while it is rebuilt. The operator that reads it
+                    # makes a gradient of that size right after, when the second is gone, so it does not count.
                     rebuilt_seconds=_rebuilding(saved, profile),
-                    rebuilt_extra=saved.nbytes if saved.terms > 1 else 0,
                 )
             )
             choices.append([choice for choice, _, _, _ in offered])
@@ -316,13 +334,13 @@ class Problem:
             shown = self.saved_nbytes / max(1, least) if name == "ratio" else math.nan
             what = f"{shown:.1f}x fewer bytes" if name == "ratio" else f"{size(least)} in all"
             return BudgetError(f"{name}={wanted:g} cannot be met; the smallest possible is {what}", float(shown))
-        at = infeasible.at
+        at, least = infeasible.at, budget_for(infeasible.least)
         names = ", ".join(f"{role} {label} {size(n)}".replace("  ", " ") for role, label, n in self._fixed(at)[:3])
         return BudgetError(
-            f"a budget of {size(int(wanted))} cannot be met: the smallest possible peak is {size(infeasible.least)}, "
+            f"a budget of {size(int(wanted))} cannot be met: the smallest possible peak is {size(least)}, "
             f"of which {size(self.profile.rest)} is there before the step; at that moment most is held by {names}. A "
             "smaller batch needs less",
-            infeasible.least,
+            least,
         )
 
     def _fixed(self, at: int) -> list[tuple[str, str, int]]:

@@ -71,7 +71,8 @@ def _steps(rows: list[Row]) -> str:
         "## Budgets kept\n",
         "Each line is a process of its own; peaks are of the whole step, weights, gradients and batch included, and "
         "the smallest budget is that of the plan with a predicted error of at most 0.1. Time is the fastest of three "
-        "steps beside plain's, with glibc's default allocator. The error is that of the whole gradient, over two draws.\n",
+        "steps beside plain's, with glibc's default allocator. The error is that of the whole gradient, over two "
+        "draws.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
     ]
     for name in dict.fromkeys(row["subject"] for row in rows):

@@ -21,8 +21,8 @@ import torch
 import lowtide
 from lowtide import cli
 from lowtide.machine import measure
-from lowtide.tools import demo
 from lowtide.machine.malloc import can_tune, start_environment
+from lowtide.tools import demo
 
 MIB = 2**20
 

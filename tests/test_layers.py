@@ -20,9 +20,11 @@ REPO = Path(__file__).parent.parent
 # Every module, from top to bottom; a module imports only what stands below it. Packages do not interleave.
 LAYERS = [
     *["__main__", "cli"],
-    *["tools.demo"],
+    *["tools.demo", "tools.targets"],
     *["attachment"],
-    *["machine.measure", "machine.malloc"],
+    *["planning.budgeted", "planning.memory_errors", "planning.fitting", "planning.planner", "planning.verifying"],
+    *["planning.profiling", "planning.observing", "planning.recorder", "planning.solvers"],
+    *["machine.costs", "machine.measure", "machine.malloc"],
     *["verify.check", "verify.guard", "verify.evidence"],
     *[
         "session.opening",

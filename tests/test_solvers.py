@@ -356,7 +356,7 @@ def test_what_is_not_finite_does_not_look_cheap(solver):
 
 
 def test_what_may_not_be_kept_begins_with_what_costs_least():
-    plain = ITEM._replace(may_keep=False, error=(3.0, 1.0), seconds=(0.0, 1.0))
+    plain = ITEM._replace(may_keep=False, nbytes=(20, 50), error=(3.0, 1.0), seconds=(0.0, 1.0))
     made = plain._replace(sources=((0, 0.25),))
     assert path([0] * 5, [plain, made], price=1.0)[0].picks == (1, REBUILD)
     assert path([0] * 5, [plain, made], price=3.0)[0].picks == (0, REBUILD)
@@ -449,14 +449,14 @@ def test_larger_problems_keep_the_limit_and_repeat(sources):
         assert solve(base, items, limit, solver="lagrangian") == lagrangian
 
 
-@pytest.mark.parametrize("most", [2, 3])
+@pytest.mark.parametrize("most", [1, 2])
 def test_a_walk_keeps_its_books_while_items_are_rebuilt_and_stored_again(most):
     source = random.Random(most)
     base, items = random_problem(source, 12, options=1, sources=1.0)
     problem = solvers._Problem(base, items, 0.5, most)
     walk = solvers._Walk(problem, problem.start())
     rebuilt = refused = 0
-    for _ in range(300):
+    for _ in range(600):
         i = source.randrange(12)
         pick = source.choice(problem.picks[i])
         wanted = [*walk.picks[:i], pick, *walk.picks[i + 1 :]]
@@ -476,7 +476,7 @@ def test_a_walk_keeps_its_books_while_items_are_rebuilt_and_stored_again(most):
         for one in (walk, fresh):
             one._refresh()
         assert walk._rate == pytest.approx(fresh._rate)
-    assert min(rebuilt, refused) > 5
+    assert min(rebuilt, refused) > 3
 
 
 def test_a_walk_knows_the_phase_of_each_item():

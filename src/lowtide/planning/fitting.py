@@ -104,8 +104,8 @@ def fit(
     if best == 0:
         peak, found = known[1, (1, True) in known]
         raise BudgetError(
-            f"not even a size of 1 fits {size(given)}: its smallest possible peak is {size(budget_for(peak))}, of which "
-            f"{size(found.rest)} is there before the step",
+            f"not even a size of 1 fits {size(given)}: its smallest possible peak is {size(budget_for(peak))}, of "
+            f"which {size(found.rest)} is there before the step",
             budget_for(peak),
         )
     peak, found = known[best, measure]

@@ -25,9 +25,9 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..attachment import Attachment, attach
-from ..report import size
 from ..machine.malloc import give_back, start_environment, tune_cpu_allocator
 from ..machine.measure import Child, Emit, peak_above, reset_peak, resident
+from ..report import size
 
 EXACT = "exact"
 METHODS = (EXACT, "auto", "division", "actnn", "pool")

@@ -321,3 +321,10 @@ def test_table_in_the_docs_is_that_of_the_rows():
 def test_docs_describe_every_method():
     page = (DOCS / "methods.md").read_text(encoding="utf-8")
     assert set(lowtide.methods()) <= set(re.findall(r"^## `(\w+)`", page, re.MULTILINE))
+
+
+def test_the_page_of_plans_is_made_from_its_rows():
+    from benchmarks.chart import DOCS
+    from evidence import planning_page
+
+    assert (DOCS / "planning.md").read_text(encoding="utf-8") == planning_page.text()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import importlib
+import json
+import math
 import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,15 @@ from torch import nn
 from . import __version__, kernels
 from .attachment import compress
 from .graph import capture
-from .policy.methods import Method, methods, resolve
-from .tools import demo
 from .machine.malloc import can_tune, start_environment
 from .machine.measure import ChildError
-from .verify.check import check, default_loss
+from .planning.fitting import fit
+from .planning.planner import BudgetError, nbytes_of, plan
+from .planning.profiling import Profile, profile
+from .policy.methods import Method, methods, resolve
+from .tools import demo, targets
+from .tools.targets import Target, TargetError
+from .verify.check import check
 
 
 class _RefusedError(Exception):
@@ -35,9 +40,9 @@ class _RefusedError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    The code is 0 if all is well, 1 if the answer is bad (unsafe gradients, a method that fails in ``doctor``), 2 if
-    there is no answer because of an error, and 130 after an interrupt. An error is one line on standard error;
-    ``--debug`` adds the traceback.
+    The code is 0 if all is well, 1 if the answer is bad (unsafe gradients, a method that fails in ``doctor``, a limit
+    that cannot be met), 2 if there is no answer because of an error, and 130 after an interrupt. An error is one line
+    on standard error; ``--debug`` adds the traceback.
     """
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
@@ -45,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(arguments)
     except KeyboardInterrupt:
         return 130
+    except BudgetError as error:
+        print(f"lowtide {arguments.command}: {error}", file=sys.stderr)
+        return 1
     except Exception as error:
         if arguments.debug:
             traceback.print_exc()
@@ -54,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _in_one_line(error: Exception, debug: bool) -> str:
     first, *more = str(error).splitlines() or [""]
-    if isinstance(error, (_RefusedError, demo.MissingError)):
+    if isinstance(error, (_RefusedError, demo.MissingError, TargetError)):
         return first
     # The last line of a child's traceback is that of the exception.
     text = " ".join((first, *more[-1:])) if isinstance(error, ChildError) else f"{type(error).__name__}: {first}"
@@ -84,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "function",
         type=_module_and_function,
         metavar="MODULE:FUNCTION",
-        help="called without arguments; returns (model, batch) or (model, batch, loss_fn)",
+        help="or FILE.py:FUNCTION; called without arguments; returns (model, batch) or (model, batch, loss_fn)",
     )
     judge.add_argument("--method", default="auto", help="a name from 'lowtide methods' (%(default)s)")
     judge.add_argument(
@@ -92,14 +100,92 @@ def _parser() -> argparse.ArgumentParser:
     )
     judge.add_argument("--seeds", type=_seeds, default=4, help="draws of the rounding (%(default)s)")
     judge.add_argument("--json", action="store_true", help="write JSON instead of text")
+
+    look = add("profile", _profile, "tell where the memory of a training step goes")
+    _add_target(look)
+    _add_step(look)
+    _add_output(look, "the profile")
+    choose = add("plan", _plan, "make a training step fit a limit")
+    _add_target(choose, "; or a profile that 'lowtide profile --save' wrote")
+    limit = choose.add_mutually_exclusive_group(required=True)
+    limit.add_argument("--budget", type=_budget, help="memory for all of a step, such as 2GiB")
+    limit.add_argument("--ratio", type=_above_zero, help="how many times fewer bytes are kept for backward")
+    limit.add_argument("--bits", type=_above_zero, help="bits of each kept value on average")
+    limit.add_argument("--error", type=_above_zero, help="relative error of the gradient; implies --real")
+    _add_step(choose)
+    choose.add_argument("--verify", action="store_true", help="also measure real steps; implies --real")
+    _add_output(choose, "the plan, for lowtide.attach(model, lowtide.Plan.load(PATH)),")
+    largest = add("fit", _fit, "find the largest batch whose step fits a budget")
+    _add_target(largest)
+    largest.add_argument("--budget", type=_budget, required=True, help="memory for all of a step, such as 2GiB")
+    largest.add_argument("--plain", action="store_true", help="of an ordinary step, without a plan")
+    largest.add_argument("--verify", action="store_true", help="also measure real steps of that size")
+    _add_output(largest, "the plan, or with --plain the profile,")
     return parser
 
 
-def _module_and_function(text: str) -> tuple[str, str]:
-    module, _, name = text.partition(":")
+def _add_target(command: argparse.ArgumentParser, more: str = "") -> None:
+    command.add_argument(
+        "target",
+        metavar="TARGET",
+        help="FILE.py:FUNCTION or MODULE:FUNCTION, which returns (model, batch) or (model, batch, loss_fn) and may "
+        f"take a number of samples; hf:gpt2 or hf:CONFIG.json; timm:NAME; torchvision:NAME{more}",
+    )
+    command.add_argument("--size", type=_positive, help="side of images (what the model is made for, or 224)")
+    command.add_argument("--seq", type=_positive, help="tokens in a sample (512, or the most that the model takes)")
+    command.add_argument(
+        "--dtype",
+        choices=targets.DTYPES,
+        help="of weights and batch; autocast is that to bfloat16 (float32, but a function's model stays as it is)",
+    )
+
+
+def _add_step(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--batch",
+        type=_positive,
+        help=f"samples ({targets.SAMPLES}, but those of its own batch if a function takes no number)",
+    )
+    command.add_argument("--real", action="store_true", help="run the step with data; else only sizes are computed")
+    command.add_argument("--device", type=_device, help="compute the sizes for this device; not with --real")
+
+
+def _add_output(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument("--save", type=_writable, metavar="PATH", help=f"also write {what} to this file")
+    command.add_argument("--json", action="store_true", help="write JSON instead of text")
+
+
+def _module_and_function(text: str) -> str:
+    module, _, name = text.rpartition(":")
     if not module or not name:
         raise argparse.ArgumentTypeError(f"expected MODULE:FUNCTION, such as train:build; got {text!r}")
-    return module, name
+    return text
+
+
+def _above_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"expected a number above zero; got {text!r}")
+    return number
+
+
+def _budget(text: str) -> int:
+    if text.startswith("-"):
+        raise argparse.ArgumentTypeError(f"a budget must be above zero; got {text!r}")
+    try:
+        return nbytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _device(text: str) -> str:
+    try:
+        return torch.device(text).type  # of several alike, any; with a number torch ends if it has none at all
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"expected a device, such as cuda; got {text!r}") from error
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -153,16 +239,7 @@ def _check(arguments: argparse.Namespace) -> int:
     except (TypeError, ValueError) as error:
         raise _RefusedError(str(error)) from error
     with contextlib.redirect_stdout(sys.stderr):
-        given = _function(arguments)()
-        if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
-            kind = f"a tuple of {len(given)}" if isinstance(given, tuple) else type(given).__name__
-            raise _RefusedError(f"the function must return (model, batch) or (model, batch, loss_fn); got {kind}")
-        model, batch, loss_fn = given if len(given) == 3 else (*given, None)
-        if loss_fn is None:
-            try:
-                loss_fn = default_loss(batch)
-            except TypeError as error:
-                raise _RefusedError(str(error)) from error
+        model, batch, loss_fn = targets.parts_of(_function(arguments)())
         result = check(model, batch, loss_fn, method, seeds=arguments.seeds)
     print(result.to_json() if arguments.json else result)
     return 0 if result.ok else 1
@@ -170,18 +247,127 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _function(arguments: argparse.Namespace) -> Callable[[], Any]:
     """Import the user's function; a module or function that does not exist is a wrong argument."""
-    module, name = arguments.function
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as python -m has it; the installed command does not
     try:
-        found: Any = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
+        return targets.function_of(arguments.function)
+    except TargetError as error:
         if arguments.debug:
             traceback.print_exc()
-        arguments.refuse(f"cannot import {module!r}: {error}")
-    if not callable(found):
-        arguments.refuse(f"{module} has no function {name!r}")
-    return found  # type: ignore[no-any-return]
+        arguments.refuse(str(error))
+        raise
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    found = _profiled(arguments, _resolved(arguments, fake=not arguments.real))
+    if arguments.save is not None:
+        found.save(arguments.save)
+    print(found.to_json() if arguments.json else found)
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    target = None
+    if arguments.target.endswith(".json") and not arguments.target.startswith("hf:"):
+        found = _loaded(arguments)
+    else:
+        arguments.real |= arguments.verify or arguments.error is not None
+        target = _resolved(arguments, fake=not arguments.real)
+        found = _profiled(arguments, target)
+    limits = {name: getattr(arguments, name) for name in ("budget", "ratio", "bits", "error")}
+    with _working("planning"):
+        made = plan(found, **limits)
+    if arguments.save is not None:
+        made.save(arguments.save)
+    verification = None
+    if target is not None and arguments.verify:
+        with _working("running real steps"):
+            verification = made.verify(target.model, target.make_batch(target.batch), target.loss_fn)
+    if arguments.json:
+        measured = {} if verification is None else {"verification": verification.to_data()}
+        print(json.dumps({**made.to_data(), **measured}, indent=1))
+    else:
+        print(made.summary())
+        if verification is not None:
+            print(verification)
+    return 0
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    arguments.batch = arguments.device = None  # sizes are what is looked for, and those of a CPU are computed
+    target = _resolved(arguments, fake=not arguments.verify)
+    with _working("trying sizes"):
+        found = fit(
+            *(target.model, target.make_batch, target.loss_fn, arguments.budget),
+            method="plain" if arguments.plain else "plan",
+            run=arguments.verify,
+        )
+    if arguments.save is not None:
+        (found.profile if found.plan is None else found.plan).save(arguments.save)
+    if arguments.json:
+        parts = {"plan": found.plan, "verification": found.verification}
+        content = {name: None if part is None else part.to_data() for name, part in parts.items()}
+        print(json.dumps({"size": found.size, "budget": found.budget, "peak": found.peak, **content}, indent=1))
+    else:
+        print(found)
+    return 0
+
+
+def _resolved(arguments: argparse.Namespace, fake: bool) -> Target:
+    """Build what the user named, and say what there is to know about it."""
+    if arguments.device is not None and not fake:
+        arguments.refuse("--device goes with computed sizes; a real step runs where the model is")
+    options = {name: getattr(arguments, name) for name in ("batch", "size", "seq", "dtype")}
+    with _working(f"building {arguments.target}"):
+        target = targets.resolve(arguments.target, **options, fake=fake)
+    if target.note:
+        print(f"note: {target.note}", file=sys.stderr)
+    return target
+
+
+def _profiled(arguments: argparse.Namespace, target: Target) -> Profile:
+    fake = not arguments.real
+    with _working("computing the sizes of a step" if fake else "running a step"):
+        batch = target.make_batch(target.batch)
+        try:
+            return profile(target.model, batch, target.loss_fn, fake=fake, device=arguments.device, measure=not fake)
+        except Exception as error:
+            if not fake:
+                raise
+            first = (str(error).splitlines() or [""])[0]
+            raise _RefusedError(
+                f"{type(error).__name__}: {first} (--real runs the step with data; --debug shows the traceback)"
+            ) from error
+
+
+def _loaded(arguments: argparse.Namespace) -> Profile:
+    """The profile that the user saved; there is no model then, nor anything else to choose about it."""
+    given = [
+        f"--{name}" for name in ("batch", "size", "seq", "dtype", "device", "real", "verify") if vars(arguments)[name]
+    ]
+    if given:
+        arguments.refuse(f"{', '.join(given)}: this goes with a model; {arguments.target} is a saved profile")
+    try:
+        found = Profile.load(arguments.target)
+    except FileNotFoundError as error:
+        raise _RefusedError(f"there is no file {arguments.target!r}") from error
+    except ValueError as error:
+        raise _RefusedError(f"{arguments.target}: {error}") from error
+    if found.fake and arguments.error is not None:
+        raise _RefusedError(f"{arguments.target} was made without data and knows no errors; profile with --real")
+    return found
+
+
+@contextlib.contextmanager
+def _working(text: str) -> Iterator[None]:
+    """Show what takes a while, if somebody sees it; what is printed meanwhile goes to standard error."""
+    with contextlib.ExitStack() as stack:
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from rich.console import Console
+                from rich.text import Text  # which reads no markup into the name of a file
+
+                stack.enter_context(Console(stderr=True).status(Text(text), refresh_per_second=4))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -165,7 +165,7 @@ def free_nbytes(model: nn.Module) -> int:
     """Free memory of the model's device, with what the model itself takes there."""
     device = next(model.parameters()).device
     own = sum(p.numel() * p.element_size() for p in model.parameters())
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return available_nbytes() + own
     free, _ = torch.get_device_module(device).mem_get_info(device)
     return int(free) + own

@@ -217,6 +217,8 @@ def plan(
         raise ValueError(f"{name} must be a number above zero; got {value!r}")
     else:
         wanted = float(value)
+    if name == "error" and profile.fake:
+        raise ValueError("a profile without data knows no errors; profile a real step, or give budget, ratio or bits")
     problem = Problem.of(profile, allowed)
     text = {"budget": f"budget {size(int(wanted))}" if name == "budget" else "", "ratio": f"{wanted:g}x fewer bytes"}
     text |= {"bits": f"{wanted:g} bits a value", "error": f"error {wanted:g}"}
@@ -331,9 +333,13 @@ class Problem:
             return BudgetError(f"no plan has an error of {wanted:g} or less", math.nan)
         if name != "budget":
             least = infeasible.least
-            shown = self.saved_nbytes / max(1, least) if name == "ratio" else math.nan
-            what = f"{shown:.1f}x fewer bytes" if name == "ratio" else f"{size(least)} in all"
-            return BudgetError(f"{name}={wanted:g} cannot be met; the smallest possible is {what}", float(shown))
+            if name == "ratio":
+                most = self.saved_nbytes / max(1, least)
+                return BudgetError(f"ratio={wanted:g} cannot be met; the largest possible is {most:.4g}", most)
+            values = sum(math.prod(saved.shape) for saved in self.profile.saved if saved.has_values)
+            masks = sum(saved.lossless_nbytes for saved in self.profile.saved)
+            fewest = 8 * (least - masks) / max(1, values)
+            return BudgetError(f"bits={wanted:g} cannot be met; the smallest possible is {fewest:.4g}", fewest)
         at, least = infeasible.at, budget_for(infeasible.least)
         names = ", ".join(f"{role} {label} {size(n)}".replace("  ", " ") for role, label, n in self._fixed(at)[:3])
         return BudgetError(

@@ -216,9 +216,24 @@ class Profile:
             data["saved"] = tuple(map(_saved_from_data, data["saved"]))
             data["notes"] = tuple(data["notes"])
             del data["format"]
-            return cls(**data)
+            return cls(**data).checked()
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"this profile cannot be read: {type(error).__name__}: {error}") from error
+
+    def checked(self) -> Profile:
+        """Itself, if all moments lie within the step and all tensors have a storage; otherwise a ValueError."""
+        moments = [self.forward_end, *(at for at, _ in self.workspaces)]
+        for block in self.blocks:
+            moments += [block.born, block.died]
+            if type(block.nbytes) is not int or block.nbytes < 0 or block.born > block.died:
+                raise ValueError(f"a storage has bytes, and is born before it dies; got {block}")
+        for saved in self.saved:
+            moments += [saved.sealed, *(moment for read in saved.reads for moment in read)]
+            if not 0 <= saved.block < len(self.blocks):
+                raise ValueError(f"{saved.sites[0]} has no storage")
+        if type(self.times) is not int or not all(0 <= moment <= self.times for moment in moments):
+            raise ValueError(f"all moments lie between 0 and times; times is {self.times!r}")
+        return self
 
     def save(self, path: str | Path) -> None:
         """Write JSON."""
@@ -402,13 +417,13 @@ def _is_fake(model: nn.Module) -> bool:
 
 def _settled_on(model: nn.Module, device: str | None, notes: list[str]) -> nn.Module:
     """The fake model on the device that it is asked for, as far as this torch can pretend to have it."""
-    place = device
+    place = None if device is None else _device_type(device)
     if place is not None and not _can_pretend(place):
         notes.append(f"this torch does not know {place}: operators are those of the CPU")
         place = "cpu"
     made: dict[int, Tensor] = {}
     for module in model.modules():  # one by one, because ``to`` refuses tensors without data; shared ones stay shared
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for name, tensor in _tensors_of(module):
             where = place or ("cpu" if tensor.device.type == "meta" else tensor.device)
             if torch.device(where) == tensor.device:
                 continue
@@ -418,6 +433,20 @@ def _settled_on(model: nn.Module, device: str | None, notes: list[str]) -> nn.Mo
                 made[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if is_parameter else like
             setattr(module, name, made[id(tensor)])
     return model
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Its own parameters and buffers by every name that they have."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+
+
+def _device_type(device: str) -> str:
+    """The kind of device, without its number: a number makes torch look for the device itself."""
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a name such as cpu, cuda or xpu; got {device!r}") from error
 
 
 def _can_pretend(device: str) -> bool:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from ..codecs import BlockMean, Codec, GroupQuant, Mask, Packed, Raw, TensorMeta
@@ -141,10 +143,10 @@ def _covers(views: frozenset[tuple[tuple[int, ...], tuple[int, ...], int]], nume
         run = dims.pop(0)[0] if dims and dims[0][1] == 1 else 1
         unit = math.gcd(unit, run, offset, *[step for _, step in dims])
         merged.append((run, dims, offset))
-    read = torch.zeros(numel // unit, dtype=torch.bool, device="cpu")
+    read = np.zeros(numel // unit, dtype=np.bool_)  # not a tensor, which would have no data among fake ones
     for run, dims, offset in merged:
         sizes, steps = [size for size, _ in dims], [step // unit for _, step in dims]
-        read.as_strided((*sizes, run // unit), (*steps, 1), offset // unit).fill_(True)
+        as_strided(read[offset // unit :], (*sizes, run // unit), (*steps, 1))[...] = True
     return bool(read.all())
 
 

@@ -1,1 +1,1 @@
-"""Tools around the library: the demo."""
+"""Tools around the library: the demo, and the models that the command line names."""

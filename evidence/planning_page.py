@@ -140,11 +140,10 @@ def _fits(rows: list[Row]) -> str:
                     f"{int(row['size']) / plain:.1f}x",
                     _mib(row["peak"]),
                     _mib(row["predicted_peak"]),
-                    f"{float(row['seconds']) / int(row['size']):.3f}",
                     "exact" if float(row["error"]) == 0 else f"{float(row['error']):.2g}",
                 ]
             )
-    head = ("", "way", "batch", "of plain", "measured peak, MiB", "predicted", "seconds a sample", "error")
+    head = ("", "way", "batch", "of plain", "measured peak, MiB", "predicted", "error")
     return (
         "## The largest batch for 2 GiB\n\nFound by `lowtide.fit` without data, then one real step of that size in a "
         "child process. No tensor gets fewer than 2 bits; the error is measured, not predicted.\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from .solvers import path
 from .verifying import Verification, verify
 
 _MOST = 1 << 24
+_ENOUGH = 2**29
+"""What operators take inside themselves is measured for a step that keeps at most so many bytes, and scaled."""
 METHODS = ("plan", "plain")
 
 
@@ -70,7 +73,8 @@ def fit(
     :func:`profile`.
 
     >>> import torch, lowtide
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
+    >>> layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    >>> model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 1))
     >>> loss = lambda model, x: model(x).square().mean()
     >>> make = lambda n: torch.randn(n, 64)
     >>> plain = lowtide.fit(model, make, loss, "64 MiB", method="plain", run=False)
@@ -86,13 +90,22 @@ def fit(
     limit = usable(given)
     allowed = tuple(allow)
     known: dict[tuple[int, bool], tuple[int, Profile]] = {}
+    small: list[tuple[int, Profile]] = []  # of a few samples, with what operators take inside themselves
 
     def least(n: int, inside: bool = False) -> int:
-        """The smallest peak of a step of size ``n``; what operators take inside themselves counts if it is measured."""
+        """The smallest peak of a step of size ``n``; with ``inside`` what operators take inside themselves counts."""
         if (n, inside) not in known:
-            found = without_data(model, lambda: make_batch(n), loss_fn, None, optimizer, measure=inside)
+            found = known[n, False][1] if (n, False) in known else at(n)
+            if inside:
+                if not small:
+                    few = max(1, min(n, n * _ENOUGH // max(1, found.saved_nbytes)))
+                    small.append((few, at(few, measure=True)))
+                found = _with_workspaces(found, small[0][1], n / small[0][0])
             known[n, inside] = (_least_peak(found, method, allowed), found)
         return known[n, inside][0]
+
+    def at(n: int, measure: bool = False) -> Profile:
+        return without_data(model, lambda: make_batch(n), loss_fn, None, optimizer, measure=measure)
 
     best = _largest(least, limit, most)
     above = best + 1
@@ -123,6 +136,14 @@ def fit(
         )
     peak = peak if made is None or made.predicted is None else made.predicted.peak
     return Fit(best, given, peak, made, found, verification)
+
+
+def _with_workspaces(found: Profile, small: Profile, times: float) -> Profile:
+    """The profile with what operators take inside themselves, which grows with the batch, as a small one had it."""
+    if small.times != found.times:  # another course of the step, so that moments do not correspond
+        return found
+    inside = tuple((moment, int(times * nbytes)) for moment, nbytes in small.workspaces)
+    return dataclasses.replace(found, workspaces=inside)
 
 
 def _least_peak(found: Profile, method: str, allowed: tuple[str, ...]) -> int:

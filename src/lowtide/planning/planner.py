@@ -293,15 +293,12 @@ class Problem:
 
     def least_peak(self, error: float) -> Solution:
         """The smallest peak on the way down that keeps the error within a limit."""
-        best: Solution | None = None
-        for state in path(self.base, self.items, price=self.price):
-            if self.error(state.picks) > error:
-                break
-            if best is None or state.peak < best.peak:
-                best = evaluate(self.base, self.items, state.picks, self.price)
-        if best is None:
-            raise InfeasibleError("even what is kept exactly errs more", 0, 0)
-        return best
+        states = path(self.base, self.items, price=self.price)
+        low, high = 0, len(states)  # the first state keeps all that it may, and errors grow along the path
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.error(states[middle].picks) <= error else (low, middle)
+        return evaluate(self.base, self.items, states[low].picks, self.price)
 
     def under_sum(self, ratio: float | None, bits: float | None, solver: str) -> Solution:
         """The best for a limit on all that is kept, whatever the times."""

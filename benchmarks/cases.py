@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.tools import demo
 from lowtide.machine.malloc import start_environment
 from lowtide.machine.measure import run_child
+from lowtide.tools import demo
 from nets import BasicBlock, Bottleneck, DoubleConv, UNet3d, resnet20, resnet50
 
 

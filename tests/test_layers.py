@@ -27,6 +27,7 @@ LAYERS = [
     *["machine.costs", "machine.measure", "machine.malloc"],
     *["verify.check", "verify.guard", "verify.evidence"],
     *[
+        "session.checkpoint",
         "session.opening",
         "session.session",
         "session.watching",

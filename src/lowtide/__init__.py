@@ -4,7 +4,7 @@
 ``methods`` lists the ways to do it, and each is also a class, such as ``Auto(bits=3)``. A session's ``report`` tells
 what was kept, and how, and why; its ``plan`` can be saved and run again. ``check`` compares the gradients with
 exact ones. ``profile`` tells where the memory of a step goes, ``plan`` makes it fit a budget, and ``fit`` finds the
-largest batch.
+largest batch. ``checkpoint`` runs a block again in backward, from compressed inputs.
 """
 
 from . import codecs
@@ -34,7 +34,7 @@ from .policy.methods import (
 )
 from .policy.plan import Plan
 from .report import Report
-from .session import Session, forget
+from .session import Session, checkpoint, forget
 from .verify.check import CheckResult, check
 from .verify.guard import Guard
 
@@ -69,6 +69,7 @@ __all__ = [
     "__version__",
     "attach",
     "check",
+    "checkpoint",
     "codecs",
     "compress",
     "explain_oom",

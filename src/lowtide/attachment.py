@@ -15,6 +15,7 @@ from .planning.budgeted import Budgeted
 from .planning.planner import nbytes_of
 from .policy.methods import Auto, Method
 from .policy.plan import Plan
+from .policy.policy import BOUNDARY_BITS
 from .report import Report
 from .session import MIN_NUMEL, OPENER, Session, attached, new_session
 from .verify.guard import Guard, Watch
@@ -153,6 +154,7 @@ def compress(
     seed: int = 0,
     min_numel: int = MIN_NUMEL,
     derive: bool = False,
+    boundary_bits: int | None = BOUNDARY_BITS,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     **options: Any,
@@ -176,6 +178,9 @@ def compress(
     or after a residual block, of a linear layer after a norm, an activation or a product) is not stored but rebuilt
     from them: about half the bytes, which are better spent on more ``bits`` for what is stored.
 
+    What ``torch.utils.checkpoint`` keeps of a region, its inputs, is stored with ``boundary_bits`` bits a value (16 for
+    bfloat16), and with None exactly (docs/checkpointing.md).
+
     ``include`` and ``exclude`` are patterns of module paths, such as ``"blocks.*.mlp"``; each stands for the modules
     that match it and all inside them. What is saved outside of ``include``, or in ``exclude``, stays as it is.
 
@@ -195,6 +200,7 @@ def compress(
         seed=seed,
         min_numel=min_numel,
         derive=derive,
+        boundary_bits=boundary_bits,
         include=include,
         exclude=exclude,
         remembers=True,
@@ -208,6 +214,7 @@ def attach(
     seed: int = 0,
     min_numel: int = MIN_NUMEL,
     derive: bool = False,
+    boundary_bits: int | None = BOUNDARY_BITS,
     guard: bool | Guard = False,
     budget: int | float | str | None = None,
     include: str | Iterable[str] = (),
@@ -248,6 +255,7 @@ def attach(
         seed=seed,
         min_numel=min_numel,
         derive=derive,
+        boundary_bits=boundary_bits,
         include=include,
         exclude=exclude,
     )

@@ -23,12 +23,18 @@ What the session relies on, tested by :func:`probe`
     is encoded as soon as it is saved.
     ``torch._subclasses.FakeTensor`` marks tensors without data, whose storages are as those of real ones. Without
     it they are listed and kept, like any subclass.
+
+How checkpoints are seen
+    What a region of ``torch.utils.checkpoint`` would save is held by its hooks, and is made again in backward. What
+    the checkpoint itself keeps, the inputs of the region and what a selective policy names, is its *boundary*. It is
+    offered when the first slot of the region is met, because the hooks of that slot lead to the region's frame.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import itertools
 import sys
@@ -63,7 +69,16 @@ _DATA: Any = Tensor.data
 _GETTER = type(_DATA.__get__)
 _FAKE: Any = getattr(torch, "_subclasses", None)
 _FakeTensor: Any = getattr(_FAKE, "FakeTensor", type(None))
+_CHECKPOINT: Any = importlib.import_module("torch.utils.checkpoint")
 _DISPATCH: Any = importlib.import_module("torch.utils._python_dispatch")
+_REGION = "Checkpoint"
+_REENTRANT: Any = getattr(_CHECKPOINT.CheckpointFunction, "_backward_cls", None)
+_NO_GRADIENT = "it gets no gradient, so it may be a mask or positions, which must be exact"
+_KEYWORD = "a keyword argument of a checkpoint, which torch keeps as it is"
+_MUTABLE = "a selective checkpoint keeps it and lets it be changed"
+_STATISTIC = "a further result of an operator, such as a statistic"
+BOUNDARY_CODEC = "lowtide_codec"
+"""The attribute of a checkpointed function that names the codec for its inputs."""
 DispatchMode: Any = _DISPATCH.TorchDispatchMode
 """A context that sees every call of an operator, those of backward included."""
 
@@ -81,6 +96,15 @@ class Site(NamedTuple):
         return f"{self.module or '(model)'}: {self.op}.{self.slot}{tail}"
 
 
+class Boundary(NamedTuple):
+    """That a checkpoint keeps a tensor, to make everything else in its region again."""
+
+    exact: str | None
+    """Why it has to stay as it is, if it has to."""
+    codec: Any
+    """The codec that the caller of the checkpoint asked for, if any."""
+
+
 class Slot(NamedTuple):
     """One saved tensor, for as long as the session looks at it.
 
@@ -96,6 +120,8 @@ class Slot(NamedTuple):
     saved: Any
     twin: bool = False
     """Is the node a twin (see ``twins``)? Then its backward also takes this tensor as a small map of means."""
+    boundary: Boundary | None = None
+    """Is it kept by a checkpoint? Then ``node`` is the first of the region that was met, or the checkpoint's own."""
 
     def hook(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Let ``pack`` replace the tensor now and ``unpack`` give it back to backward."""
@@ -559,6 +585,96 @@ def _default_device() -> Any:
     return getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
 
 
+def region_of(saved: Any) -> Any:
+    """The frame of the non-reentrant checkpoint whose hooks hold a slot; None if others hold it, or nobody."""
+    hook = getattr(saved, "unpack_hook", None)
+    if getattr(hook, "__globals__", None) is not vars(_CHECKPOINT):
+        return None
+    return _enclosed(hook, "frame")  # none while it recomputes: what is saved then is made to be read at once
+
+
+def _enclosed(function: Any, name: str) -> Any:
+    """A variable of its surroundings that a function refers to; None if there is none of this name."""
+    names = function.__code__.co_freevars
+    return function.__closure__[names.index(name)].cell_contents if name in names else None
+
+
+def _inputs_of(region: Any) -> list[tuple[Any, Callable[[], Any]]]:
+    """For each tensor among the positional arguments of a region its holder, and a function that reads it."""
+    kept = getattr(region, "saved_args", None)
+    if kept is not None:
+        return [(item, item.unpack) for item in kept if hasattr(item, "register_hooks")]
+    node = region.input_saver.grad_fn  # which keeps them in older releases of torch
+
+    def reader(i: int) -> Callable[[], Any]:
+        return lambda: node.saved_tensors[i]
+
+    return [(item, reader(i)) for i, item in enumerate(node._raw_saved_tensors)]
+
+
+def _keywords_of(region: Any) -> dict[str, Tensor]:
+    """Tensors among the keyword arguments of a region, also of a partial function, as checkpoint keeps them."""
+    found: dict[str, Any] = dict(_enclosed(region.recompute_fn, "kwargs") or {})
+    function = _enclosed(region.recompute_fn, "fn")
+    while isinstance(function, functools.partial):
+        found |= function.keywords | {f"bound[{i}]": item for i, item in enumerate(function.args)}
+        function = function.func
+    flat = [(name, value) for name, value in found.items() if type(value) is not tuple]
+    flat += [(f"{name}[{i}]", v) for name, value in found.items() if type(value) is tuple for i, v in enumerate(value)]
+    return {name: value for name, value in flat if isinstance(value, Tensor)}
+
+
+class _Cached:
+    """What a selective checkpoint keeps of one result, in place of torch's own holder. It may be hooked like a slot."""
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self._kept: Any = tensor
+        self._version_then = version
+        self._unpack: Callable[[Any], Tensor] | None = None
+
+    def register_hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """As a slot of autograd's."""
+        self._kept, self._unpack = pack(self._kept), unpack
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
+        """As the recomputation calls it."""
+        if self._unpack is not None:
+            return self._unpack(self._kept)
+        if self._kept._version != self._version_then:
+            raise RuntimeError("a tensor that a selective checkpoint keeps was modified by an inplace operation")
+        kept: Tensor = self._kept
+        return kept
+
+
+@contextlib.contextmanager
+def beside_selective() -> Iterator[None]:
+    """Inside, no selective checkpoint sees the calls of operators: it counts them, and ours are not the region's."""
+    modes = _DISPATCH._get_current_dispatch_mode_stack()
+    recording = _CHECKPOINT._CachingTorchDispatchMode
+    if not any(isinstance(mode, recording) for mode in modes):
+        yield
+        return
+    own = [mode for mode in modes if getattr(mode, "_mode_key", None) is None]  # others have places of their own
+    others = [mode for mode in own if not isinstance(mode, recording)]
+
+    def replace(old: list[Any], new: list[Any]) -> None:
+        for _ in old:
+            _DISPATCH._pop_mode()
+        for mode in new:
+            _DISPATCH._push_mode(mode)
+
+    replace(own, others)
+    try:
+        yield
+    finally:
+        replace(others, own)
+
+
+def is_watched() -> bool:
+    """Is a capture on this thread's stack of function modes?"""
+    return any(isinstance(mode, Capture) for mode in _overrides._get_current_function_mode_stack())
+
+
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 """The classes of modules whose result for one sample depends on the others."""
 
@@ -681,8 +797,12 @@ class Capture(TorchFunctionMode):
         self._latest: Callable[[], Tensor | None] = lambda: None
         self._thread = 0
         self._hooks: list[Any] = []
+        self._regions: weakref.WeakKeyDictionary[Any, dict[Any, int] | None] = weakref.WeakKeyDictionary()
+        self._selective: Callable[[], Any] = lambda: None  # the selective region that was met last, if it lives
+        self._within_backward = False
 
     def __enter__(self) -> Capture:
+        self._within_backward = in_backward()
         self._names = modules_of(self._model)
         self._own = _storages_of(self._names)
         self._path.clear()
@@ -736,8 +856,9 @@ class Capture(TorchFunctionMode):
         result = call(*args, **kwargs) if kwargs else call(*args)
         if torch.compiler.is_compiling():
             return result  # torch.compile traces this code too; what compiled code saves shows when it returns
-        if not torch.is_grad_enabled():
-            # Such a call makes no nodes, and the history of a view made here must not be asked for.
+        if not torch.is_grad_enabled() or self._recomputes():
+            # Such a call makes no nodes, or only those of a recomputation, which are read at once. And the history of a
+            # view that was made without gradients must not be asked for.
             if type(func) is _GETTER and func.__self__ is _DATA:
                 self._expose(args[0])
             self._settle()
@@ -793,6 +914,8 @@ class Capture(TorchFunctionMode):
         if _MARK in node.metadata or not self._abilities.slots or torch._C._get_tracing_state() is not None:
             return
         call = getattr(func, "__name__", "")
+        if (region := self._selective()) is not None:
+            self._offer_cached(region, node, call)
         first, numbers = self._first, self._numbers
         stack = [(node, _sequence_number())]
         while stack:
@@ -817,10 +940,15 @@ class Capture(TorchFunctionMode):
                     # The graph behind this node was freed, or the tensor was changed in place since it was saved.
                     # Backward reports both.
                     continue
+                if foreign:
+                    for item in saved if several else (saved,):
+                        self._meet_region(item, node, call)
                 if several:
+                    kept = self._kept_for(node.run_function) if kind is _REENTRANT else None
                     for i, item in enumerate(saved):
                         slot = names[i] if names else f"{name}[{i}]"
-                        self._offer(node, op, slot, call, item, None if tensor is None else tensor[i], bool(names))
+                        each = None if tensor is None else tensor[i]
+                        self._offer(node, op, slot, call, item, each, bool(names), kept)
                 elif foreign or (tensor is not None and type(tensor) is not nn.Parameter):
                     self._offer(node, op, name, call, saved, tensor, False)
             for parent, _ in node.next_functions:
@@ -828,8 +956,18 @@ class Capture(TorchFunctionMode):
                     continue
                 stack.append((parent, number))
 
-    def _offer(self, node: Any, op: str, slot: str, call: str, saved: Any, tensor: Any, twin: bool) -> None:
-        """Offer one saved tensor, unless it is the model's own."""
+    def _offer(
+        self,
+        node: Any,
+        op: str,
+        slot: str,
+        call: str,
+        saved: Any,
+        tensor: Any,
+        twin: bool,
+        kept: tuple[str, Boundary] | None = None,
+    ) -> None:
+        """Offer one saved tensor, unless it is the model's own; ``kept`` names the module of a checkpoint's region."""
         storage = None
         if tensor is None:
             if not self._is_foreign(saved):
@@ -838,12 +976,88 @@ class Capture(TorchFunctionMode):
             return
         elif has_storage(tensor):
             storage = storage_of(tensor)
-        module = self._path[-1] if self._path else ""
+        module, boundary = (self._path[-1] if self._path else "", None) if kept is None else kept
         key = (module, op, slot)
         ordinal = self._ordinals.get(key, 0)
         self._ordinals[key] = ordinal + 1
+        if boundary is not None and boundary.exact is None and not (type(saved) is _Cached or tensor.requires_grad):
+            boundary = boundary._replace(exact=_NO_GRADIENT)
         if storage is None or not self.owns(storage):
-            self._visit(Slot(Site(module, op, slot, ordinal), tensor, storage, node, call, saved, twin))
+            self._visit(Slot(Site(module, op, slot, ordinal), tensor, storage, node, call, saved, twin, boundary))
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _recomputes(self) -> bool:
+        """Does a checkpoint run its region again, in a backward inside of the session?"""
+        return not self._within_backward and in_backward()
+
+    def _meet_region(self, saved: Any, node: Any, call: str) -> None:
+        """Offer what a checkpoint keeps, when a slot that its hooks hold is met: its inputs once, cached results often.
+
+        A checkpoint within another leaves its inputs to that one's hooks.
+        """
+        region = region_of(saved)
+        if region is None:
+            return
+        if region not in self._regions:
+            cache = _enclosed(region.recompute_fn, "recompute_context")
+            self._regions[region] = {} if isinstance(cache, _CHECKPOINT._CachedTorchDispatchMode) else None
+            module, boundary = self._kept_for(_enclosed(region.recompute_fn, "fn"))
+            for i, (item, read) in enumerate(_inputs_of(region)):
+                if self._is_foreign(item):
+                    self._meet_region(item, node, call)
+                    continue
+                try:
+                    tensor = read()
+                except RuntimeError:
+                    continue  # changed in place, which backward reports
+                if tensor is not None:
+                    self._offer(node, _REGION, f"args[{i}]", call, item, tensor, False, (module, boundary))
+            for name, tensor in _keywords_of(region).items():
+                kept = boundary._replace(exact=_KEYWORD)
+                self._offer(node, _REGION, f"kwargs[{name}]", call, None, tensor, False, (module, kept))
+        if self._regions[region] is not None:
+            self._selective = weakref.ref(region)
+            self._offer_cached(region, node, call)
+
+    def _offer_cached(self, region: Any, node: Any, call: str) -> None:
+        """Offer the results that the policy of a selective checkpoint has kept since it was last looked at."""
+        cache, seen = _enclosed(region.recompute_fn, "recompute_context"), self._regions[region]
+        assert seen is not None
+        module, boundary = self._kept_for(_enclosed(region.recompute_fn, "fn"))
+        for func, results in cache.storage.items():
+            for i in range(seen.get(func, 0), len(results)):
+                several = type(results[i]) in (tuple, list)
+                holders = list(results[i]) if several else [results[i]]
+                for j, holder in enumerate(holders):
+                    tensor = getattr(holder, "val", None)
+                    if not isinstance(tensor, Tensor):
+                        continue
+                    why = _MUTABLE if cache.allow_cache_entry_mutation else _STATISTIC if j else None
+                    if why is None and holder.version == tensor._version:
+                        holders[j] = _Cached(tensor, holder.version)
+                    kept = boundary if why is None else boundary._replace(exact=why)
+                    self._offer(node, _REGION, f"cached[{func}][{j}]", call, holders[j], tensor, False, (module, kept))
+                results[i] = type(results[i])(holders) if several else holders[0]
+            seen[func] = len(results)
+
+    def _kept_for(self, function: Any) -> tuple[str, Boundary]:
+        """The path of the module that a checkpoint runs, or else of the one at work; and how it keeps its inputs."""
+        codec = getattr(function, BOUNDARY_CODEC, None)
+        function = getattr(function, "function", function)
+        while isinstance(function, functools.partial):
+            function = function.func
+        owner = getattr(function, "__self__", function)
+        name = self._names.get(owner) if isinstance(owner, nn.Module) else None
+        path = self._path[-1] if self._path else ""
+        return path if name is None else name, Boundary(None, codec)
+
+    def finish(self) -> None:
+        """Offer what a selective checkpoint has kept of its region's last calls; before the capture ends."""
+        region, latest = self._selective(), self._latest()
+        node = None if latest is None else _history(latest)
+        if region is not None and node is not None:
+            self._offer_cached(region, node, "")
 
     def owns(self, storage: Any) -> bool:
         """Does the storage belong to a parameter or buffer that the model had when the capture began?"""
@@ -857,7 +1071,7 @@ class Capture(TorchFunctionMode):
         return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._recomputes():
             return
         if threading.get_ident() != self._thread:
             return
@@ -874,7 +1088,7 @@ class Capture(TorchFunctionMode):
         self._path.append(name)
 
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._recomputes():
             return
         name = self._names.get(module)
         if name is None or threading.get_ident() != self._thread:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..codecs import Raw
+from ..codecs import Cast, Codec, GroupQuant, Raw
+from ..codecs.groups import BITS
 from ..graph import capture
 from ..graph.capture import Site
 from .choice import Action, Choice
@@ -19,8 +20,26 @@ from .use import Use
 Demand = Callable[[Use, Choice], Choice]
 """Sees what the method chose, and may ask for more precision."""
 
+BOUNDARY_BITS = 8
+"""For what a checkpoint keeps; measured in docs/checkpointing.md."""
+
 _SMALL = Choice.store(Raw(), why="small")
 _REMEMBERED = 4096
+
+
+def boundary_codec(bits: int, spatial: bool) -> Codec:
+    """What keeps a checkpoint's inputs with ``bits`` bits a value: dithered groups, or bfloat16 for 16."""
+    return Cast("bfloat16") if bits > 8 else GroupQuant(bits, layout="channel" if spatial else "row", dither=True)
+
+
+def require_boundary_bits(bits: int | None) -> None:
+    """Raise unless checkpoints' inputs can be kept with so many bits."""
+    allowed = (None, *BITS, 16)
+    if isinstance(bits, bool) or bits not in allowed:
+        raise ValueError(
+            f"boundary_bits must be a whole number from 1 to 8, 16 for bfloat16, or None to keep what checkpoints keep "
+            f"as it is; got {bits!r}"
+        )
 
 
 class Policy:
@@ -32,13 +51,22 @@ class Policy:
     2. With ``derive`` a tensor is rebuilt if its sources are few and kept at least as precisely as it needs.
     3. The method chooses.
     4. The method's tuner refines that by what it learned from earlier steps.
-    5. A demand, such as a guard's, has the last word.
+    5. What a checkpoint keeps gets ``boundary_bits`` instead, unless the method or its plan keeps it exactly.
+    6. A demand, such as a guard's, has the last word.
     """
 
-    def __init__(self, method: Method, model: nn.Module, min_numel: int, derive: bool) -> None:
+    def __init__(
+        self,
+        method: Method,
+        model: nn.Module,
+        min_numel: int,
+        derive: bool,
+        boundary_bits: int | None = BOUNDARY_BITS,
+    ) -> None:
         self.method = method
         self.min_numel = min_numel
         self.derive = derive
+        self.boundary_bits = boundary_bits
         self.tuner: Tuner | None = method.tuner(model)
         self.demand: Demand | None = None
         self._twins = method
@@ -73,7 +101,9 @@ class Policy:
             choice = Choice.rebuild()
         else:
             choice = self._method_chooses(use)
-            if self.tuner is not None and choice.action is not Action.KEEP and capture.has_data(tensor):
+            if use.boundary:
+                choice = self._at_boundary(use, choice)
+            elif self.tuner is not None and choice.action is not Action.KEEP and capture.has_data(tensor):
                 choice = self.tuner.choose(use, tensor, choice, from_sources)
             if choice.action is Action.REBUILD and not use.sources:
                 choice = Choice.keep("it was to be rebuilt, and here it cannot be")
@@ -91,6 +121,19 @@ class Policy:
             choice = self._remembered[use] = self.method.choose(use)
         return choice
 
+    def _at_boundary(self, use: Use, choice: Choice) -> Choice:
+        """What a checkpoint keeps of a tensor: a plan's choice, what the caller asked for, or ``boundary_bits``."""
+        planned = isinstance(self.method, Planned)
+        if choice.action is Action.KEEP and not (planned and use.codec is not None):
+            return choice
+        if use.codec is not None and not (planned and choice.action is not Action.KEEP):
+            return Choice.store(use.codec, why="asked for at the checkpoint")
+        if planned or choice.codec is None or choice.codec.exact or isinstance(choice.codec, Cast):
+            return choice
+        if self.boundary_bits is None:
+            return Choice.keep("boundary_bits=None keeps what checkpoints keep")
+        return choice.with_codec(boundary_codec(max(self.boundary_bits, use.other_bits), bool(use.dims)))
+
     @property
     def is_fixed(self) -> bool:
         """Does the method decide alone? Then it answers the same question always alike."""
@@ -104,7 +147,7 @@ class Policy:
 
     def like(self, model: nn.Module, share: float = 1.0) -> Policy:
         """A policy that decides as this one does now, for a part ``share`` of the samples, and learns apart."""
-        other = Policy(self.method, model, int(self.min_numel * share), self.derive)
+        other = Policy(self.method, model, int(self.min_numel * share), self.derive, self.boundary_bits)
         other.demand = self.demand
         if share < 1:
             other._sharing = {use.sites[0]: use.sharing for use in self._remembered if use.sharing}

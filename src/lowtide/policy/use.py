@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..codecs import TensorMeta
+from ..codecs import Codec, TensorMeta
 from ..graph.capture import Site
 from ..graph.rules import Need
 
@@ -59,6 +59,12 @@ class Use(NamedTuple):
     """The least bits that any of those sources has."""
     sharing: int = 0
     """How many values share a statistic in the norm that reads it, of several norms the least; 0 if none does."""
+    boundary: bool = False
+    """Does a checkpoint keep it, to make its region again?"""
+    codec: Codec | None = None
+    """The codec that the caller of that checkpoint asked for, if any."""
+    other_bits: int = 0
+    """The least bits that its readers other than checkpoints need; 0 if there are none."""
 
     @property
     def derivable(self) -> bool:

@@ -42,6 +42,17 @@ class Consumer(NamedTuple):
     view: TensorMeta
     offset: int
     sharing: int = 0
+    boundary: bool = False
+    """Does a checkpoint keep it, to make its region again?"""
+    codec: Codec | None = None
+    """The codec that the caller of that checkpoint asked for, if any."""
+
+
+def boundary_consumer(site: Site, tensor: Tensor, codec: Codec | None) -> Consumer:
+    """A checkpoint that keeps ``tensor``. Its region may hold anything, so noise may pass through an exponential."""
+    spatial = 4 <= tensor.dim() <= 5
+    meta, offset = TensorMeta.of(tensor), int(tensor.storage_offset())
+    return Consumer(site, Need.EXPONENT, spatial, False, None, meta, offset, 0, True, codec)
 
 
 class Encoded:

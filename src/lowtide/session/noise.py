@@ -6,13 +6,24 @@ import hashlib
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
+from ..graph import capture
 from ..graph.capture import Site
 
 
 def forward_noise(seed: int, step: int, forward: int) -> int:
     """64 bits for one forward of a model in one step, in this process."""
     return _hash(f"{seed}/{step}/{forward}/{_rank()}")
+
+
+def noise_from(tensor: Tensor) -> int:
+    """64 bits for a tensor outside of a session, from torch's seed and some of its values: nothing has to be counted.
+
+    Other values round otherwise, and so does each step, because weights have moved meanwhile. On another device this
+    waits for the values.
+    """
+    return _hash(f"{torch.initial_seed()}/{capture.fingerprint(tensor) if capture.has_data(tensor) else 0}")
 
 
 def key_of(site: Site, noise: int) -> int:

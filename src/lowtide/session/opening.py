@@ -12,7 +12,7 @@ from ..codecs import Codec
 from ..graph import capture
 from ..policy.methods import Method, Planned, resolve
 from ..policy.plan import Plan
-from ..policy.policy import Policy
+from ..policy.policy import BOUNDARY_BITS, Policy, require_boundary_bits
 from ..policy.scope import Scope
 from .memory import recall
 from .session import Session
@@ -37,6 +37,7 @@ def new_session(
     seed: int = 0,
     min_numel: int = MIN_NUMEL,
     derive: bool = False,
+    boundary_bits: int | None = BOUNDARY_BITS,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     remembers: bool = False,
@@ -56,17 +57,19 @@ def new_session(
         raise ValueError(f"min_numel must be a whole number of at least 0; got {min_numel!r}")
     if not isinstance(derive, bool):
         raise TypeError(f"derive must be True or False; got {derive!r}")
+    require_boundary_bits(boundary_bits)
     scope = Scope.of(model, include, exclude)
     resolved = resolve(method, options)
     if isinstance(resolved, Planned):
         if derive:
             raise ValueError("a plan says itself what is rebuilt; derive=True goes with a method")
         resolved.require_some_module(model)
-    begin = partial(Policy, resolved, model, min_numel, derive)
+    begin = partial(Policy, resolved, model, min_numel, derive, boundary_bits)
     if not remembers:
         return Session(model, begin(), seed, scope)
     known = _is_recognisable(resolved)
-    memory = recall(model, (resolved if known else type(resolved), min_numel, derive, scope, seed), begin)
+    settings = (resolved if known else type(resolved), min_numel, derive, boundary_bits, scope, seed)
+    memory = recall(model, settings, begin)
     return Session(model, memory.policy if known else begin(), seed, scope, memory)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..codecs import Codec, NotRepresentable, Packed, Raw, TensorMeta
@@ -14,7 +15,7 @@ from ..graph.derive import Origin
 from ..graph.rules import Need
 from ..policy.choice import Action, Choice
 from ..policy.policy import Policy
-from ..policy.use import Use
+from ..policy.use import Use, least_bits
 from .handles import (
     SIGN,
     Consumer,
@@ -163,6 +164,11 @@ class Packer:
         if need is Need.LOSSLESS:
             return None, lossless, None
         use = Use(need, meta, spatial, tuple(sites), (), rectified, sharing=sharing_of(consumers))
+        if kept := [consumer for consumer in consumers if consumer.boundary]:
+            others = [c for c in consumers if c.lossless is None and not c.boundary]
+            least = max((least_bits(c.need, c.sharing, rectified) for c in others), default=0)
+            codec = next((c.codec for c in kept if c.codec is not None), None)
+            use = use._replace(boundary=True, codec=codec, other_bits=least)
         decodes = 0 if origin is None else handle.above + len(read_for(origin.terms))
         if origin is None or (origin.rectified and not rectified) or decodes > _DEEPEST:
             return use, lossless, None
@@ -204,6 +210,8 @@ class Packer:
                 source.above = max(source.above, handle.above + len(read) - 1)
             handle.entry.why = f"rebuilt from {described(origin)}"
             return Encoded(Rebuilt(origin, meta), packs, packs[SIGN].buffers[0] if rectified else None)
+        if part.use is not None and part.use.boundary and choice.codec is not None and not choice.codec.exact:
+            require_ordinary(tensor)
         codec = choice.codec or _RAW  # a stretch that is kept beside others that are not has bytes of its own
         key, support = key_of(part.site, handle.noise), None
         if on_the_way:
@@ -212,6 +220,17 @@ class Packer:
         else:
             packed = codec.encode(tensor, key=key)
         return Encoded(packed if choice.home == "device" else send(packed, choice.home), packs, support)
+
+
+_LARGEST = 1e4
+"""Masks that are added to scores hold values from -1e4 on (transformers' oldest), or -1e9, or the least of the type."""
+
+
+def require_ordinary(tensor: Tensor) -> None:
+    """Raise if a tensor may hold a mask beside other values, which no group of codes could tell apart then."""
+    low, high = (float(end) for end in torch.aminmax(tensor.detach())) if tensor.numel() else (0.0, 0.0)
+    if not (low > -_LARGEST and high < _LARGEST):  # nor if there is a NaN
+        raise NotRepresentable(f"values from {low:.3g} to {high:.3g}, which may be those of a mask")
 
 
 def _add(used: list[object], what: object) -> None:

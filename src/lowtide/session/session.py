@@ -35,6 +35,7 @@ from .handles import (
     Recast,
     Reference,
     Shape,
+    boundary_consumer,
     holding,
     laid_out,
     roots_of,
@@ -48,6 +49,8 @@ from .watching import watch
 
 _RECENT = 12
 _SMALL_FACTOR = 1 << 16  # values; a factor that is copied for rebuilding, such as the weight of a norm, has no more
+_MADE_AGAIN = "a checkpoint makes it again in backward, from what it keeps itself"
+_BOUNDARY = "a checkpoint makes its region again from it, so noise reaches all of the region and every earlier layer"
 _BY_DATA = "its memory was reached by .data, through which changes do not show"
 _HALVES = (torch.bfloat16, torch.float16)
 _STATE_FORMAT = 1
@@ -133,8 +136,11 @@ class Session:
         """Stop watching; encode what nobody holds, and note what somebody does."""
         self._entered = 0
         if self._capture is not None:
-            self._capture.__exit__(None, None, None)
-            self._capture = None  # it refers to us: a cycle would wait for the garbage collector
+            try:
+                self._capture.finish()
+            finally:
+                self._capture.__exit__(None, None, None)
+                self._capture = None  # it refers to us: a cycle would wait for the garbage collector
         for reference in (*self._recent, *self._waiting):
             handle = reference()
             if handle is not None and not self._settled(reference) and handle.raw is not None:
@@ -204,7 +210,8 @@ class Session:
         """Decide about one newly saved tensor that is not a parameter."""
         tensor, storage = slot.tensor, slot.storage
         if tensor is None:
-            self._ledger.held(slot.site, "held by other saved-tensor hooks, such as checkpoint")
+            made_again = capture.region_of(slot.saved) is not None
+            self._ledger.held(slot.site, _MADE_AGAIN if made_again else "held by other saved-tensor hooks")
             return
         if storage is None:
             self._keep_odd(slot.site, tensor)
@@ -218,6 +225,9 @@ class Session:
             return
         if self._exposed and identity in self._exposed and self._exposed[identity]() is storage:
             self._count(slot, identity, _BY_DATA, kept=True)
+            return
+        if slot.boundary is not None:
+            self._store_boundary(slot, identity)
             return
         if tensor.dtype in _HALVES and self._recast(slot, identity):
             return
@@ -249,6 +259,18 @@ class Session:
         sharing = 0 if rule.sharing is None else rule.sharing(slot)
         consumer = Consumer(slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset, sharing)
         self._store(slot, identity, consumer, rule.why)
+
+    def _store_boundary(self, slot: Slot, identity: int) -> None:
+        """Keep what a checkpoint keeps. It is read once, whole, and everything in the region follows from it."""
+        tensor, boundary = slot.tensor, slot.boundary
+        assert boundary is not None
+        exact = boundary.exact
+        if exact is None and tensor.dtype not in FLOATS:
+            exact = f"{str(tensor.dtype).removeprefix('torch.')} values are kept exactly"
+        if exact is not None:
+            self._count(slot, identity, exact, kept=True)
+            return
+        self._store(slot, identity, boundary_consumer(slot.site, tensor, boundary.codec), _BOUNDARY)
 
     def _keep_odd(self, site: Site, tensor: Tensor) -> None:
         """Note a tensor without a plain storage of its own; one of the model's own sparse ones costs nothing."""
@@ -289,11 +311,11 @@ class Session:
         if consumer.lossless is None and not slot.twin:
             handle.readers += 1
         light = Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
-        if self._rebuilds:
+        if self._rebuilds and not consumer.boundary:
             slot.remember(light)
         tuner = self.policy.tuner
         unpack: Callable[[Reference], Tensor] = self._unpack
-        if tuner is not None and consumer.lossless is None:
+        if tuner is not None and consumer.lossless is None and not consumer.boundary:
             unpack = watch(slot, consumer, light, tuner, unpack)
         slot.saved.register_hooks(lambda _: light, unpack)
         if self._sole is None:
@@ -429,7 +451,8 @@ class Session:
         """Encode a storage that nobody changed since it was saved; if somebody did, reading it will complain."""
         raw = handle.raw
         if raw is not None and capture.version_of(raw) == handle.version:
-            self._packer.seal(handle, raw)
+            with capture.beside_selective():
+                self._packer.seal(handle, raw)
 
     # ------------------------------------------------------------ backward
 
@@ -553,7 +576,7 @@ class Session:
             survey = self.beside(plan=Plan())
             exact = sketch.of(survey.gradients(closure, 0))
             for use in {use.sites[0]: use for use in survey.chosen}.values():
-                trial = tuner.trial(use)
+                trial = None if use.boundary else tuner.trial(use)
                 if trial is None:
                     continue
                 alone = self.beside(plan=Plan({use.sites[0]: trial}))

@@ -22,6 +22,7 @@ from ..graph import capture
 from ..graph.capture import Site
 from ..policy.methods import Method
 from ..policy.plan import Plan
+from ..policy.policy import BOUNDARY_BITS
 from ..policy.use import Use
 from ..report import Report, size
 from ..session import MIN_NUMEL, Session, attached, new_session
@@ -194,6 +195,7 @@ def check(
     seed: int = 0,
     min_numel: int = MIN_NUMEL,
     derive: bool = False,
+    boundary_bits: int | None = BOUNDARY_BITS,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     **options: Any,
@@ -244,7 +246,13 @@ def check(
         raise ValueError(f"seconds must be a number of at least 0; got {seconds!r}")
     loss = default_loss(batch) if loss_fn is None else loss_fn
     session = new_session(
-        model, method, options, seed=seed, min_numel=min_numel, derive=derive, include=include, exclude=exclude
+        *(model, method, options),
+        seed=seed,
+        min_numel=min_numel,
+        derive=derive,
+        boundary_bits=boundary_bits,
+        include=include,
+        exclude=exclude,
     )
     if capture.watching() or attached(model):
         raise RuntimeError(

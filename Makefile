@@ -9,7 +9,7 @@ ZOO := .venv-zoo
 NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
 .PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
-        evidence-plan evidence-safety clean
+        evidence-checkpointing evidence-plan evidence-safety clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -67,6 +67,9 @@ evidence-memory: $(READY)
 
 evidence-derived: $(EVIDENCE)
 	$(BIN)/python -m evidence.derived
+
+evidence-checkpointing: $(EVIDENCE)
+	$(BIN)/python -m evidence.checkpointing
 
 $(ZOO)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ZOO)

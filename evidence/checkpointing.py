@@ -10,6 +10,7 @@ import argparse
 import csv
 import functools
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from evidence.fidelity import RESULTS, environment
 from lowtide.codecs import Cast, Codec, GroupQuant
 from lowtide.machine.measure import peak_above, resident, run_child
 
-LAYERS, WIDTH, ROWS, TOKENS = 12, 256, 4, 512
-STEPS = 60
+LAYERS, WIDTH, ROWS, TOKENS = 8, 256, 4, 512
+STEPS = 40
 DRAWS = 4
 WAYS: dict[str, tuple[str, Codec | None]] = {
     "no checkpoint": ("plain", None),
@@ -49,25 +50,28 @@ def text() -> Tensor:
     return torch.tensor(list(data))
 
 
-def trained() -> nn.Module:
-    """The network, after a few steps on the text."""
+def network() -> nn.Module:
+    """With fresh weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=WIDTH,
-            intermediate_size=11 * WIDTH // 4,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=WIDTH // 64,
-        )
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=WIDTH,
+        intermediate_size=11 * WIDTH // 4,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=WIDTH // 64,
     )
+    return LlamaForCausalLM(config)
+
+
+def trained() -> nn.Module:
+    """The network, after a few steps on the text."""
+    model, tokens = network(), text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = text()
     for _ in range(STEPS):
-        first = torch.randint(len(tokens) - 129, (8,))
-        batch = torch.stack([tokens[i : i + 128] for i in first.tolist()])
+        first = torch.randint(len(tokens) - 65, (8,))
+        batch = torch.stack([tokens[i : i + 64] for i in first.tolist()])
         model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -88,8 +92,8 @@ def use_checkpoints(model: Any, function: Callable[..., Any] | None) -> None:
 def measure(argument: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """In a child: one way, its error first and then its memory."""
     kind, codec = WAYS[argument["way"]]
-    model = trained()
-    tokens = text()
+    model, tokens = network(), text()
+    model.load_state_dict(torch.load(argument["weights"]))
     batch = torch.stack([tokens[i * TOKENS : (i + 1) * TOKENS] for i in range(ROWS)])
     exactly = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
@@ -155,10 +159,14 @@ def main() -> None:
     rows = read(given.out)
     if not given.page_only:
         machine, rows = environment(), []
-        for way in WAYS:
-            row = {"way": way} | run_child("evidence.checkpointing:measure", {"way": way}, exact_rss=True) | machine
-            rows.append({k: f"{v:.5g}" if isinstance(v, float) else str(v) for k, v in row.items()})
-            print(*(f"{key} {rows[-1][key]}" for key in FIELDS[:6]), sep="  ", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            weights = f"{folder}/weights.pt"
+            torch.save(trained().state_dict(), weights)
+            for way in WAYS:
+                found = run_child("evidence.checkpointing:measure", {"way": way, "weights": weights}, exact_rss=True)
+                row = {"way": way} | found | machine
+                rows.append({k: f"{v:.5g}" if isinstance(v, float) else str(v) for k, v in row.items()})
+                print(*(f"{key} {rows[-1][key]}" for key in FIELDS[:6]), sep="  ", flush=True)
         with given.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
             writer.writeheader()

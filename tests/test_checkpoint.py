@@ -629,3 +629,42 @@ def test_hugging_face_gradient_checkpointing(name, reentrant):
     assert float(sum((plain[n] - packed[n]).square().sum() for n in plain) / squares) ** 0.5 < 0.1
     found = [s for s in boundaries(opened.report()) if s.state == COMPRESSED]
     assert len(found) >= 2, opened.report()
+
+
+def test_reversible_layers_of_reformer(monkeypatch):
+    """Its layers seed themselves from the system, so two plain steps differ. With fixed seeds nothing else does."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ReformerConfig(
+        attn_layers=["local", "lsh"],
+        vocab_size=64,
+        hidden_size=64,
+        attention_head_size=16,
+        num_attention_heads=4,
+        feed_forward_size=128,
+        axial_pos_shape=(8, 16),
+        axial_pos_embds_dim=(32, 32),
+        lsh_attn_chunk_length=16,
+        local_attn_chunk_length=16,
+        num_buckets=8,
+        num_hashes=2,
+        is_decoder=True,
+        max_position_embeddings=128,
+    )
+    ids = torch.randint(64, (4, 128))
+
+    def step(context):
+        torch.manual_seed(0)
+        model = transformers.ReformerModelWithLMHead(config).train()
+        seeds = iter(range(10**9, 10**10, 7919))
+
+        def seed():
+            torch.manual_seed(found := next(seeds))
+            return found
+
+        monkeypatch.setattr(torch, "seed", seed)
+        with context(model):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, step(contextlib.nullcontext), step(session("lossless"))))

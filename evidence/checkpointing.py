@@ -1,7 +1,7 @@
 """What checkpoints keep of a small Llama, exactly and compressed: bytes, peak of a step, error of the gradient.
 
 The network is transformers' own, in fp32, trained for a while on the bytes of the licence, so that its activations are
-not those of fresh weights. Every way runs in a child process of its own, whose resident memory follows live memory.
+not those of fresh weights. All runs in one child process, whose resident memory follows live memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lowtide.codecs import Cast, Codec, GroupQuant
 from lowtide.machine.measure import peak_above, resident, run_child
 
 LAYERS, WIDTH, ROWS, TOKENS = 8, 256, 4, 512
-STEPS = 40
-DRAWS = 4
+STEPS = 30
+DRAWS = 2
 WAYS: dict[str, tuple[str, Codec | None]] = {
     "no checkpoint": ("plain", None),
     "no checkpoint, `attach(model)`": ("attached", None),
@@ -90,8 +90,7 @@ def use_checkpoints(model: Any, function: Callable[..., Any] | None) -> None:
 
 
 def measure(argument: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """In a child: one way, its error first and then its memory."""
-    kind, codec = WAYS[argument["way"]]
+    """In a child: every way, its error first and then its memory."""
     model, tokens = network(), text()
     model.load_state_dict(torch.load(argument["weights"]))
     batch = torch.stack([tokens[i * TOKENS : (i + 1) * TOKENS] for i in range(ROWS)])
@@ -107,28 +106,36 @@ def measure(argument: dict[str, Any], emit: Callable[[dict[str, Any]], None]) ->
 
     use_checkpoints(model, exactly)
     exact = gradient()
-    own = functools.partial(lowtide.checkpoint, codec=codec)
-    use_checkpoints(model, own if kind == "own" else exactly if kind.startswith("torch") else None)
-    handle = lowtide.attach(model) if kind.endswith("attached") else None
-    errors = []
-    for draw in range(DRAWS):
-        torch.manual_seed(draw)  # from which lowtide.checkpoint takes its noise; a session counts its steps
-        errors.append(float((gradient() - exact).norm() / exact.norm()))
-    found = [s for s in handle.report().sites if s.site.op == "Checkpoint"] if handle is not None else []
-    del exact
-    peak = peak_above(gradient)
-    before = resident("VmRSS")
-    kept = loss()
-    held = resident("VmRSS") - before
-    del kept
-    return {
-        "held_mib": held / MIB,
-        "peak_mib": peak / MIB,
-        "error": sum(errors) / DRAWS,
-        "boundary_plain": sum(s.plain_nbytes for s in found),
-        "boundary_stored": sum(s.stored_nbytes for s in found),
-        "draws": DRAWS,
-    }
+    for way, (kind, codec) in WAYS.items():
+        own = functools.partial(lowtide.checkpoint, codec=codec)
+        use_checkpoints(model, own if kind == "own" else exactly if kind.startswith("torch") else None)
+        handle = lowtide.attach(model) if kind.endswith("attached") else None
+        errors = []
+        for draw in range(DRAWS):
+            torch.manual_seed(draw)  # from which lowtide.checkpoint takes its noise; a session counts its steps
+            errors.append(float((gradient() - exact).norm() / exact.norm()))
+        found = [s for s in handle.report().sites if s.site.op == "Checkpoint"] if handle is not None else []
+        model.zero_grad()
+        peak = peak_above(lambda: loss().backward())
+        model.zero_grad()
+        before = resident("VmRSS")
+        kept = loss()
+        held = resident("VmRSS") - before
+        del kept
+        if handle is not None:
+            handle.remove()
+        emit(
+            {
+                "way": way,
+                "held_mib": held / MIB,
+                "peak_mib": peak / MIB,
+                "error": sum(errors) / DRAWS,
+                "boundary_plain": sum(s.plain_nbytes for s in found),
+                "boundary_stored": sum(s.stored_nbytes for s in found),
+                "draws": DRAWS,
+            }
+        )
+    return {}
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -159,14 +166,15 @@ def main() -> None:
     rows = read(given.out)
     if not given.page_only:
         machine, rows = environment(), []
+
+        def note(found: dict[str, Any]) -> None:
+            rows.append({k: f"{v:.5g}" if isinstance(v, float) else str(v) for k, v in (found | machine).items()})
+            print(*(f"{key} {rows[-1][key]}" for key in FIELDS[:6]), sep="  ", flush=True)
+
         with tempfile.TemporaryDirectory() as folder:
             weights = f"{folder}/weights.pt"
             torch.save(trained().state_dict(), weights)
-            for way in WAYS:
-                found = run_child("evidence.checkpointing:measure", {"way": way, "weights": weights}, exact_rss=True)
-                row = {"way": way} | found | machine
-                rows.append({k: f"{v:.5g}" if isinstance(v, float) else str(v) for k, v in row.items()})
-                print(*(f"{key} {rows[-1][key]}" for key in FIELDS[:6]), sep="  ", flush=True)
+            run_child("evidence.checkpointing:measure", {"weights": weights}, exact_rss=True, on_event=note)
         with given.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
             writer.writeheader()

@@ -357,6 +357,21 @@ def test_what_a_policy_lets_be_changed_and_further_results_stay_exact():
     assert all(s.state == EXACT for s in boundaries(mutable.session.report()))
 
 
+def test_a_cached_result_that_is_changed_in_place_is_an_error():
+    def changed(x):
+        y = x @ torch.eye(WIDTH)
+        y.mul_(2)
+        return y.sin()
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    model = nn.Linear(WIDTH, WIDTH)
+    for context in (contextlib.nullcontext(), lowtide.compress(model, "division")):
+        with context:
+            y = torch_checkpoint(changed, model(torch.randn(SAMPLES, WIDTH)), use_reentrant=False, context_fn=contexts)
+        with pytest.raises(RuntimeError, match="mutated|modified by an inplace"):
+            y.sum().backward()
+
+
 def test_encoding_inside_a_selective_region_is_not_seen_by_its_policy():
     """The region's results are found again by counting operators; ours among them would shift the count."""
     seen = []

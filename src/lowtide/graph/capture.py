@@ -1034,7 +1034,9 @@ class Capture(TorchFunctionMode):
                     if not isinstance(tensor, Tensor):
                         continue
                     why = _MUTABLE if cache.allow_cache_entry_mutation else _STATISTIC if j else None
-                    if why is None and holder.version == tensor._version:
+                    if why is None and holder.version != tensor._version:
+                        continue  # changed in place, which the recomputation reports
+                    if why is None:
                         holders[j] = _Cached(tensor, holder.version)
                     kept = boundary if why is None else boundary._replace(exact=why)
                     self._offer(node, _REGION, f"cached[{func}][{j}]", call, holders[j], tensor, False, (module, kept))

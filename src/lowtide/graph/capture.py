@@ -34,6 +34,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,6 +43,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 _overrides: Any = torch.overrides
 _MARK = "lowtide"
@@ -647,8 +649,8 @@ class Capture(TorchFunctionMode):
     ``starting`` is called when the forward of the model itself begins, ``exposed`` with the storage of a tensor whose
     ``.data`` somebody asks for, and ``foreign`` when a module begins that is not the model's. ``twin`` may give another
     callable for a call; ``versions`` asks for the notes that :func:`is_as_made` reads. Module hooks are torch's global
-    ones, put up while the capture is open: the model's own hooks stay as they are, and one registration serves all
-    modules.
+    ones, put up while a capture is open: the model's own hooks stay as they are, and one pair serves all modules and
+    all captures.
     """
 
     def __init__(
@@ -680,7 +682,6 @@ class Capture(TorchFunctionMode):
         self._numbers: set[int] = set()
         self._latest: Callable[[], Tensor | None] = lambda: None
         self._thread = 0
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> Capture:
         self._names = modules_of(self._model)
@@ -688,15 +689,11 @@ class Capture(TorchFunctionMode):
         self._path.clear()
         self._thread = threading.get_ident()
         self._push()
-        self._hooks = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter_module),
-            nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        _watch_modules(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        _unwatch_modules(self)
         modes = _take_modes()
         _put_modes([mode for mode in modes if mode is not self])
 
@@ -856,9 +853,8 @@ class Capture(TorchFunctionMode):
             return saved is not None and saved.unpack_hook is not None
         return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """A module begins."""
         if threading.get_ident() != self._thread:
             return
         name = self._names.get(module)
@@ -873,9 +869,8 @@ class Capture(TorchFunctionMode):
                 self._walk_all(args, None)
         self._path.append(name)
 
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        """A module ends, perhaps by an exception."""
         name = self._names.get(module)
         if name is None or threading.get_ident() != self._thread:
             return
@@ -884,6 +879,45 @@ class Capture(TorchFunctionMode):
             # Otherwise the mode would see every attribute that is read here.
             with torch._C.DisableTorchFunction():
                 self._walk_all(result, None)
-        # If another hook of the module raised first, ``_enter_module`` was not called.
+        # If another hook of the module raised first, ``enter_module`` was not called.
         if self._path and self._path[-1] == name:
             self._path.pop()
+
+
+# Code that torch.compile made is valid for the global hooks that it met, by number and identity. So all captures share
+# two functions, which have the same two numbers whenever they are there; with new ones for each session, compiled parts
+# of a model would be compiled again in each.
+_MODULES: Any = nn.modules.module
+_PRE, _POST = (RemovableHandle(OrderedDict()).id for _ in range(2))
+_captures: list[Capture] = []  # those that are open, in any thread
+_captures_lock = threading.Lock()
+
+
+def _before_module(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for capture in tuple(_captures):
+            capture.enter_module(module, args)
+
+
+def _after_module(module: nn.Module, args: Any, result: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for capture in tuple(_captures):
+            capture.leave_module(module, args, result)
+
+
+def _watch_modules(capture: Capture) -> None:
+    with _captures_lock:
+        _captures.append(capture)
+        _MODULES._global_forward_pre_hooks[_PRE] = _before_module
+        _MODULES._global_forward_hooks[_POST] = _after_module
+        _MODULES._global_forward_hooks_always_called[_POST] = True
+
+
+def _unwatch_modules(capture: Capture) -> None:
+    with _captures_lock:
+        if capture in _captures:
+            _captures.remove(capture)
+        if not _captures:
+            _MODULES._global_forward_pre_hooks.pop(_PRE, None)
+            _MODULES._global_forward_hooks.pop(_POST, None)
+            _MODULES._global_forward_hooks_always_called.pop(_POST, None)

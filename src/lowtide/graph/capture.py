@@ -1,4 +1,4 @@
-"""Which autograd node saved which tensor, in which module. Every private name of torch is used here and nowhere else.
+"""Which autograd node saved which tensor, in which module. Private names of torch are used here, and in ``shards``.
 
 How saved tensors are seen
     A ``TorchFunctionMode`` meets each torch call of the forward. When a call returns, the new nodes
@@ -44,6 +44,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+
+from . import shards
 
 _overrides: Any = torch.overrides
 _MARK = "lowtide"
@@ -98,6 +100,8 @@ class Slot(NamedTuple):
     saved: Any
     twin: bool = False
     """Is the node a twin (see ``twins``)? Then its backward also takes this tensor as a small map of means."""
+    is_part: bool = False
+    """Is ``tensor`` the part that this process holds of a tensor that several have (see ``shards``)?"""
 
     def hook(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Let ``pack`` replace the tensor now and ``unpack`` give it back to backward."""
@@ -179,6 +183,27 @@ class Slot(NamedTuple):
         if notes[_MARK] is None:
             notes[_MARK] = {}
         notes[_MARK][self.site.slot] = weakref.ref(value)
+
+
+class _Holder:
+    """The holder of a saved tensor of which we store a part."""
+
+    def __init__(self, saved: Any, whole: Callable[[Tensor], Any]) -> None:
+        self._saved = saved
+        self._whole = whole
+
+    def register_hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """As torch's own holder does, with the whole given back to backward."""
+        whole = self._whole
+        self._saved.register_hooks(pack, lambda packed: whole(unpack(packed)))
+
+
+def changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
+    """The error that autograd itself raises for such a tensor."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a saved tensor of shape {tuple(shape)} changed after the forward that saved it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,10 +495,10 @@ def bias_of(node: Any) -> Tensor | None:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Is it a parameter, a leaf that gets a gradient, or a view of either (``Linear`` saves ``weight.t()``)?"""
-    if type(tensor) is nn.Parameter or (tensor.is_leaf and tensor.requires_grad):
+    if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
         return True
     base = tensor._base
-    return base is not None and (type(base) is nn.Parameter or (base.is_leaf and base.requires_grad))
+    return base is not None and (isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad))
 
 
 def modules_of(model: nn.Module) -> dict[nn.Module, str]:
@@ -496,7 +521,7 @@ def _storages_of(modules: Iterable[nn.Module]) -> dict[int, weakref.ref[Any]]:
     found: dict[int, weakref.ref[Any]] = {}
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            for part in () if tensor is None else strided_parts(tensor):
+            for part in () if tensor is None else strided_parts(shards.local_of(tensor)):
                 storage = storage_of(part) if has_storage(part) else None
                 if storage is not None:
                     found[storage._cdata] = weakref.ref(storage)
@@ -827,7 +852,7 @@ class Capture(TorchFunctionMode):
 
     def _offer(self, node: Any, op: str, slot: str, call: str, saved: Any, tensor: Any, twin: bool) -> None:
         """Offer one saved tensor, unless it is the model's own."""
-        storage = None
+        storage, is_part = None, False
         if tensor is None:
             if not self._is_foreign(saved):
                 return
@@ -835,12 +860,17 @@ class Capture(TorchFunctionMode):
             return
         elif has_storage(tensor):
             storage = storage_of(tensor)
+        else:
+            part = shards.part_of(tensor, changed_in_place)
+            if part is not None and has_storage(part.local):
+                tensor, saved, is_part = part.local, _Holder(saved, part.whole), True
+                storage = storage_of(tensor)
         module = self._path[-1] if self._path else ""
         key = (module, op, slot)
         ordinal = self._ordinals.get(key, 0)
         self._ordinals[key] = ordinal + 1
         if storage is None or not self.owns(storage):
-            self._visit(Slot(Site(module, op, slot, ordinal), tensor, storage, node, call, saved, twin))
+            self._visit(Slot(Site(module, op, slot, ordinal), tensor, storage, node, call, saved, twin, is_part))
 
     def owns(self, storage: Any) -> bool:
         """Does the storage belong to a parameter or buffer that the model had when the capture began?"""

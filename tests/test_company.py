@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import weakref
+
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import lowtide
 
@@ -41,3 +46,139 @@ def test_compiled_parts_are_compiled_once_for_all_sessions(how):
             assert counter.frame_count == 2, f"after step {step}"
     finally:
         torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------- copies
+
+
+def copied(model):
+    return copy.deepcopy(model)
+
+
+def averaged(model):
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copied_shallowly(model):
+    return copy.copy(model)
+
+
+@pytest.mark.parametrize("make", [copied, averaged, saved_and_loaded, copied_shallowly])
+def test_a_copy_is_not_attached(make):
+    model, x = net(), torch.randn(128, 64)
+    handle = lowtide.attach(model, "actnn")
+    other = make(model)
+    other(x).sum().backward()
+    assert handle.state_dict()["step"] == 0
+    model(x).sum().backward()
+    assert handle.state_dict()["step"] == 1
+    if make is not copied_shallowly:  # which has the very hooks of the first
+        second = lowtide.attach(other, "lossless")  # the copy is as free as any model
+        other(x).sum().backward()
+        assert (handle.state_dict()["step"], second.state_dict()["step"]) == (1, 1)
+    handle.remove()
+    other(x).sum().backward()
+    assert handle.state_dict()["step"] == 1
+
+
+# ---------------------------------------------------------------- other ways to call
+
+
+def test_a_functional_call_is_exact_within_transforms_and_compressed_without():
+    model, x = net(), torch.randn(128, 64)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss(weights, x):
+        return functional_call(model, weights, (x,)).square().mean()
+
+    one = torch.func.grad(loss)
+    each = torch.func.vmap(one, in_dims=(None, 0))
+    plain = one(weights, x), each(weights, x)
+    handle = lowtide.attach(model, "actnn")
+    found = one(weights, x), each(weights, x)
+    for ours, exact in zip(found, plain, strict=True):
+        assert all(torch.equal(ours[name], exact[name]) for name in weights)
+    assert all("torch.func" in s.why for s in handle.report().sites)
+    loss({name: w.requires_grad_() for name, w in weights.items()}, x).backward()
+    assert handle.report().ratio > 6
+    assert not torch.equal(weights["0.weight"].grad, plain[0]["0.weight"])
+
+
+class Trained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, x):
+        return self.net(x).sum()
+
+
+def test_a_forward_of_an_inner_module_is_not_seen_and_the_report_says_so():
+    model = Trained()
+    handle = lowtide.attach(model, "actnn")
+    model.training_step(torch.randn(128, 64)).backward()
+    (note,) = handle.report().notes
+    assert "a module inside it does not count" in note
+    assert "training_step" in note
+
+
+# ---------------------------------------------------------------- what lives on after the forward
+
+
+class Keeping(nn.Module):
+    """Hands out what lies between its layers, as caches of keys and values are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
+    def forward(self, x):
+        between = []
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+            between.append(x)
+        return x, between
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_what_is_let_go_before_backward_is_packed_when_backward_begins(dropped):
+    torch.manual_seed(0)
+    model, x = Keeping(), torch.randn(256, 64)
+    handle = lowtide.attach(model, "actnn", min_numel=0)
+    result, between = model(x)
+    held = handle.report().held_nbytes
+    assert held == 4 * x.numel() * x.element_size() - result.numel() * result.element_size()  # x, and two of the three
+    loss = result.square().mean()
+    if dropped:
+        first = weakref.ref(between[0].untyped_storage())
+        del between
+        assert first() is not None
+    del result
+    gone = []
+    model.layers[2].weight.register_hook(lambda g: gone.append(dropped and first() is None))
+    loss.backward()
+    assert gone == [dropped]
+    report = handle.report()
+    assert report.held_nbytes == (x.numel() * x.element_size() if dropped else held)
+    late = [s for s in report.sites if s.site.op == "Addmm" and s.site.module != "layers.0"]
+    assert {(s.state, s.why.startswith("the weight gradient")) for s in late} == {
+        ("compressed", True) if dropped else ("held", False)
+    }
+
+
+def test_what_changed_after_the_forward_raises_though_it_is_let_go():
+    torch.manual_seed(0)
+    model, x = Keeping(), torch.randn(256, 64)
+    lowtide.attach(model, "actnn", min_numel=0)
+    result, between = model(x)
+    between[0].zero_()
+    del between
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()

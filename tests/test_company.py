@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 
 import lowtide
+from ranks import on_two_ranks
 
 
 def net():
@@ -182,3 +187,37 @@ def test_what_changed_after_the_forward_raises_though_it_is_let_go():
     del between
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def _train_in_a_team(rank):
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,))
+    found = {}
+    for method in ("plain", "lossless", "actnn", "auto"):
+        model = parallelize_module(net(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        handle = None if method == "plain" else lowtide.attach(model, method, min_numel=0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(64, 64).cumsum(1).sin()).square().mean().backward()
+            optimizer.step()
+        weights = [full.full_tensor() if isinstance(full, DTensor) else full for full in model.parameters()]
+        stored = None if handle is None else (handle.report().plain_nbytes, handle.report().stored_nbytes)
+        found[method] = [w.detach() for w in weights], stored
+    return found
+
+
+def test_tensor_parallel_ranks_round_and_decide_alike(tmp_path):
+    """More of this is in tests/stacks."""
+    first, second = on_two_ranks(_train_in_a_team, tmp_path)
+    for method, (weights, stored) in first.items():
+        assert all(map(torch.equal, weights, second[method][0])), method
+        exact = all(map(torch.equal, weights, first["plain"][0]))
+        assert exact == (method in ("plain", "lossless"))
+        if not exact:
+            # Inputs of three layers, the GELU's input, and the part of the GELU's output that this rank has.
+            assert stored[0] == 64 * (64 + 128 + 128 + 64) * 4
+            assert stored[1] * 4 < stored[0]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .codecs import Codec
+from .graph import shards
 from .planning.budgeted import Budgeted
 from .planning.planner import nbytes_of
 from .policy.methods import Auto, Method
@@ -281,6 +282,8 @@ def attach(
     """
     if not isinstance(guard, (bool, Guard)):
         raise TypeError(f"guard must be True, False or a lowtide.Guard; got {guard!r}")
+    if guard and tensor_parallel is not None:
+        raise ValueError("a guard decides for its own process, and ranks that share samples must decide alike")
     limit = None if budget is None else nbytes_of(budget)
     session = new_session(
         model,
@@ -295,6 +298,11 @@ def attach(
     )
     if limit is not None and (options or not isinstance(session.method, Auto)):
         raise TypeError(f"a budget goes with method 'auto' and takes the place of its options; got {session.method}")
+    if limit is not None and shards.is_spread(model):
+        raise ValueError(
+            "a budget is planned on a copy of the model, and its parameters are spread over processes; "
+            "give bits in place of a budget, or the plan of a model that is not spread"
+        )
     if attached(model):
         raise RuntimeError("this model, or a module of it, is attached already; remove() that handle first")
     planned = None if limit is None else Budgeted(session, limit)

@@ -200,6 +200,32 @@ def test_fsdp2_across_tensor_parallel_groups(four, method):
     assert noise[0] == noise[1] != noise[2] == noise[3]
 
 
+# ---------------------------------------------------------------- what needs the whole model
+
+
+@pytest.mark.stack(
+    "FSDP2", "`check()` and `adapt()`", instead="ValueError: compare gradients before the model is sharded"
+)
+def test_sharded_models_cannot_be_probed(two):
+    for rank in two:
+        for name in ("check fsdp2", "adapt fsdp2"):
+            assert "before the model is sharded" in rank["refused"][name]
+
+
+@pytest.mark.stack("Tensor parallel", "`check()` and `adapt()`, of the local parts")
+def test_parts_can_be_probed(two):
+    for rank in two:
+        assert rank["refused"]["check tp"] == rank["refused"]["adapt tp"] == ""
+
+
+@pytest.mark.stack("FSDP2", "`budget=`", instead="ValueError: the parameters are spread over processes")
+def test_a_budget_for_a_model_that_is_spread(two):
+    for rank in two:
+        for name in ("budget fsdp2", "budget tp"):
+            assert "spread over processes" in rank["refused"][name]
+        assert "must decide alike" in rank["refused"]["guard tp"]
+
+
 # ---------------------------------------------------------------- pipeline
 
 

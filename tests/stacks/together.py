@@ -266,6 +266,26 @@ def change_in_place(mesh, method):
     return ""
 
 
+def refused(mesh):
+    """What a user sees who asks for what needs the whole model in one process."""
+    calls = {
+        "budget": lambda model: lowtide.attach(model, budget="1 GiB"),
+        "guard": lambda model: lowtide.attach(mlp(), guard=True, tensor_parallel=mesh),
+        "check": lambda model: lowtide.check(model, batch(0), lambda m, b: m(b[0]).sum(), "actnn", min_numel=0),
+        "adapt": lambda model: lowtide.attach(model, "gact", min_numel=0).adapt(lambda: loss_of(model, 0)),
+    }
+    found = {}
+    for name, call in calls.items():
+        for kind, make in (("tp", tensor_parallel(mesh)), ("fsdp2", fsdp2(mesh))):
+            model, _ = make()
+            try:
+                call(model)
+                found[f"{name} {kind}"] = ""
+            except ValueError as error:
+                found[f"{name} {kind}"] = str(error)
+    return found
+
+
 def pipeline(method):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -316,6 +336,7 @@ def on_each_of_two(rank):
         )["gradients"],
     }
     found["changed"] = [change_in_place(mesh, method) for method in (None, "lossless", FOUR)]
+    found["refused"] = refused(mesh)
     found["pipeline"] = {name: pipeline(method) for name, method in METHODS.items()}
     return found
 

@@ -140,6 +140,20 @@ def team(ranks: Any) -> Team | None:
     return Team(min(numbers), groups) if len(numbers) > 1 else None
 
 
+def is_gathered(model: nn.Module) -> bool:
+    """Does FSDP shard parameters of the model, and gather others in the forward in their place?"""
+    kinds = [_kind("torch.distributed.fsdp", name) for name in ("FullyShardedDataParallel", "FSDPModule")]
+    sharding = tuple(kind for kind in kinds if kind is not None)
+    return bool(sharding) and any(isinstance(module, sharding) for module in model.modules())
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Does each process hold a part of the model's parameters only, so that no process can copy the model?"""
+    dtensor = _dtensor()
+    parted = dtensor is not None and any(type(parameter) is dtensor for parameter in model.parameters())
+    return parted or is_gathered(model)
+
+
 def own_rank() -> int:
     """This process among all that train together."""
     dist = torch.distributed

@@ -69,6 +69,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_codecs.py::test_nan_comes_back_where_it_is_documented": ("-nan",),
     "test_codecs.py::test_support_restores_zeros": ("torch.float32-torch.contiguous_format",),
     "test_codecs.py::test_what_is_not_finite_never_looks_finite": ("torch.float32-nan",),
+    "test_company.py::test_compiled_parts_are_compiled_once_for_all_sessions": (),
+    "test_company.py::test_tensor_parallel_ranks_round_and_decide_alike": (),
     "test_derive.py::test_a_tensor_that_was_edited_is_not_rebuilt": ("LayerNorm",),
     "test_derive.py::test_convolution_after_norm_and_relu_stays_unbiased": (),
     "test_evidence.py::test_every_method_is_measured_and_every_entry_runs": (),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .codecs import Codec
+from .graph import shards
 from .planning.budgeted import Budgeted
 from .planning.planner import nbytes_of
 from .policy.methods import Auto, Method
@@ -19,6 +21,16 @@ from .policy.policy import BOUNDARY_BITS
 from .report import Report
 from .session import MIN_NUMEL, OPENER, Session, attached, new_session
 from .verify.guard import Guard, Watch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+_UNSEEN = (
+    "no forward of the attached module was seen yet; one of a module inside it does not count, nor does another method "
+    "of it (training_step): attach the module that is called. Forwards inside torch.compile stay exact and are not seen"
+)
 
 
 class Attachment:
@@ -37,13 +49,15 @@ class Attachment:
         self._hooks: list[RemovableHandle] = []
         if self.guard is not None:  # sees inputs before any other hook, and outputs after all
             first = _before(self.guard)
-            self._hooks.append(model.register_forward_pre_hook(first, prepend=True, with_kwargs=True))
+            self._hooks.append(model.register_forward_pre_hook(_Hook(model, first), prepend=True, with_kwargs=True))
         if budget is not None:
-            self._hooks.append(model.register_forward_pre_hook(_planner(budget), with_kwargs=True))
-        self._hooks.append(model.register_forward_pre_hook(_opener(session)))
-        self._hooks.append(model.register_forward_hook(_closer(session), always_call=True))
+            self._hooks.append(model.register_forward_pre_hook(_Hook(model, _planner(budget)), with_kwargs=True))
+        opener = _Hook(model, _opener(session))
+        setattr(opener, OPENER, True)
+        self._hooks.append(model.register_forward_pre_hook(opener))
+        self._hooks.append(model.register_forward_hook(_Hook(model, _closer(session)), always_call=True))
         if self.guard is not None:
-            self._hooks.append(model.register_forward_hook(_after(self.guard), with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(_Hook(model, _after(self.guard)), with_kwargs=True))
 
     def __enter__(self) -> Attachment:
         return self
@@ -66,7 +80,7 @@ class Attachment:
         if self._budget is not None:
             notes = (*self._budget.notes(), *notes)
         if not self._session.step:
-            notes = ("no forward was seen yet; those inside torch.compile never are, and stay exact", *notes)
+            notes = (_UNSEEN, *notes)
         return dataclasses.replace(report, notes=(*report.notes, *notes)) if notes else report
 
     def plan(self) -> Plan:
@@ -103,7 +117,27 @@ class Attachment:
                 raise
 
 
-# Hooks are closures, not bound methods: copy.deepcopy of a model then leaves the session alone.
+class _Hook:
+    """A hook on one model. What a copy of the model gets in its place, also by pickle, does nothing."""
+
+    def __init__(self, model: nn.Module, act: Callable[..., None]) -> None:
+        self._model = weakref.ref(model)
+        self._act = act
+
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        if torch.compiler.is_compiling() or module is self._model():  # not a shallow copy, which shares its hooks
+            self._act(module, *rest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hook_of_a_copy, ()
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """What is left of a hook on a copy of an attached model."""
 
 
 def _opener(session: Session) -> Callable[..., None]:
@@ -111,7 +145,6 @@ def _opener(session: Session) -> Callable[..., None]:
         if not torch.compiler.is_compiling():  # compiled code saves what it likes, exactly
             session.begin(module)
 
-    setattr(open_session, OPENER, True)
     return open_session
 
 
@@ -157,6 +190,7 @@ def compress(
     boundary_bits: int | None = BOUNDARY_BITS,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
+    tensor_parallel: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Session:
     """Run the forward inside this context: autograd then keeps compressed copies for backward.
@@ -184,6 +218,11 @@ def compress(
     ``include`` and ``exclude`` are patterns of module paths, such as ``"blocks.*.mlp"``; each stands for the modules
     that match it and all inside them. What is saved outside of ``include``, or in ``exclude``, stays as it is.
 
+    Ranks that work on different samples round independently. Ranks that work on the same samples (tensor parallel)
+    round and decide alike, so that parameters which they all hold get equal gradients. They are found by themselves if
+    parameters are ``DTensor``; for other kinds of tensor parallelism give their mesh or process group as
+    ``tensor_parallel``.
+
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
     >>> x = torch.randn(128, 64)
@@ -203,6 +242,7 @@ def compress(
         boundary_bits=boundary_bits,
         include=include,
         exclude=exclude,
+        tensor_parallel=tensor_parallel,
         remembers=True,
     )
 
@@ -219,14 +259,16 @@ def attach(
     budget: int | float | str | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
+    tensor_parallel: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Attachment:
     """Compress every forward of ``model`` from now on, in a loop that does not change.
 
     Arguments are those of :func:`compress`. Covers what happens inside ``model``'s forward; a loss computed outside
     stays exact. Forwards under ``torch.no_grad()`` are left alone, and so are those in another thread while one is
-    running. ``handle.remove()``, or the end of ``with lowtide.attach(...)``, undoes it; call it before pickling or
-    copying the whole model (its ``state_dict`` is free of hooks). A model that is attached cannot be attached again.
+    running. ``handle.remove()``, or the end of ``with lowtide.attach(...)``, undoes it. A copy of the model, by
+    ``copy.deepcopy`` or ``torch.save``, is not attached (``torch.jit.script`` refuses a model with hooks). A model that
+    is attached cannot be attached again.
 
     With ``guard=True``, or a :class:`Guard` with other limits, the gradient of a few samples is compared with the exact
     one every 100 steps. Where the error exceeds SGD's own noise, or a bias shows, the tensors that cause it get more
@@ -247,6 +289,8 @@ def attach(
     """
     if not isinstance(guard, (bool, Guard)):
         raise TypeError(f"guard must be True, False or a lowtide.Guard; got {guard!r}")
+    if guard and tensor_parallel is not None:
+        raise ValueError("a guard decides for its own process, and ranks that share samples must decide alike")
     limit = None if budget is None else nbytes_of(budget)
     session = new_session(
         model,
@@ -258,9 +302,15 @@ def attach(
         boundary_bits=boundary_bits,
         include=include,
         exclude=exclude,
+        tensor_parallel=tensor_parallel,
     )
     if limit is not None and (options or not isinstance(session.method, Auto)):
         raise TypeError(f"a budget goes with method 'auto' and takes the place of its options; got {session.method}")
+    if limit is not None and shards.is_spread(model):
+        raise ValueError(
+            "a budget is planned on a copy of the model, and its parameters are spread over processes; "
+            "give bits in place of a budget, or the plan of a model that is not spread"
+        )
     if attached(model):
         raise RuntimeError("this model, or a module of it, is attached already; remove() that handle first")
     planned = None if limit is None else Budgeted(session, limit)

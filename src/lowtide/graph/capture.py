@@ -1,4 +1,4 @@
-"""Which autograd node saved which tensor, in which module. Every private name of torch is used here and nowhere else.
+"""Which autograd node saved which tensor, in which module. Private names of torch are used here, and in ``shards``.
 
 How saved tensors are seen
     A ``TorchFunctionMode`` meets each torch call of the forward. When a call returns, the new nodes
@@ -40,6 +40,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,6 +49,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from . import shards
 
 _overrides: Any = torch.overrides
 _MARK = "lowtide"
@@ -122,6 +126,8 @@ class Slot(NamedTuple):
     """Is the node a twin (see ``twins``)? Then its backward also takes this tensor as a small map of means."""
     boundary: Boundary | None = None
     """Is it kept by a checkpoint? Then ``node`` is the first of the region that was met, or the checkpoint's own."""
+    is_part: bool = False
+    """Is ``tensor`` the part that this process holds of a tensor that several have (see ``shards``)?"""
 
     def hook(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Let ``pack`` replace the tensor now and ``unpack`` give it back to backward."""
@@ -203,6 +209,27 @@ class Slot(NamedTuple):
         if notes[_MARK] is None:
             notes[_MARK] = {}
         notes[_MARK][self.site.slot] = weakref.ref(value)
+
+
+class _Holder:
+    """The holder of a saved tensor of which we store a part."""
+
+    def __init__(self, saved: Any, whole: Callable[[Tensor], Any]) -> None:
+        self._saved = saved
+        self._whole = whole
+
+    def register_hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """As torch's own holder does, with the whole given back to backward."""
+        whole = self._whole
+        self._saved.register_hooks(pack, lambda packed: whole(unpack(packed)))
+
+
+def changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
+    """The error that autograd itself raises for such a tensor."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a saved tensor of shape {tuple(shape)} changed after the forward that saved it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,10 +521,10 @@ def bias_of(node: Any) -> Tensor | None:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Is it a parameter, a leaf that gets a gradient, or a view of either (``Linear`` saves ``weight.t()``)?"""
-    if type(tensor) is nn.Parameter or (tensor.is_leaf and tensor.requires_grad):
+    if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
         return True
     base = tensor._base
-    return base is not None and (type(base) is nn.Parameter or (base.is_leaf and base.requires_grad))
+    return base is not None and (isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad))
 
 
 def modules_of(model: nn.Module) -> dict[nn.Module, str]:
@@ -520,7 +547,7 @@ def _storages_of(modules: Iterable[nn.Module]) -> dict[int, weakref.ref[Any]]:
     found: dict[int, weakref.ref[Any]] = {}
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            for part in () if tensor is None else strided_parts(tensor):
+            for part in () if tensor is None else strided_parts(shards.local_of(tensor)):
                 storage = storage_of(part) if has_storage(part) else None
                 if storage is not None:
                     found[storage._cdata] = weakref.ref(storage)
@@ -763,8 +790,8 @@ class Capture(TorchFunctionMode):
     ``starting`` is called when the forward of the model itself begins, ``exposed`` with the storage of a tensor whose
     ``.data`` somebody asks for, and ``foreign`` when a module begins that is not the model's. ``twin`` may give another
     callable for a call; ``versions`` asks for the notes that :func:`is_as_made` reads. Module hooks are torch's global
-    ones, put up while the capture is open: the model's own hooks stay as they are, and one registration serves all
-    modules.
+    ones, put up while a capture is open: the model's own hooks stay as they are, and one pair serves all modules and
+    all captures.
     """
 
     def __init__(
@@ -796,7 +823,6 @@ class Capture(TorchFunctionMode):
         self._numbers: set[int] = set()
         self._latest: Callable[[], Tensor | None] = lambda: None
         self._thread = 0
-        self._hooks: list[Any] = []
         self._regions: weakref.WeakKeyDictionary[Any, dict[Any, int] | None] = weakref.WeakKeyDictionary()
         self._selective: Callable[[], Any] = lambda: None  # the selective region that was met last, if it lives
         self._within_backward = False
@@ -808,15 +834,11 @@ class Capture(TorchFunctionMode):
         self._path.clear()
         self._thread = threading.get_ident()
         self._push()
-        self._hooks = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter_module),
-            nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        _watch_modules(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        _unwatch_modules(self)
         modes = _take_modes()
         _put_modes([mode for mode in modes if mode is not self])
 
@@ -968,7 +990,8 @@ class Capture(TorchFunctionMode):
         kept: tuple[str, Boundary] | None = None,
     ) -> None:
         """Offer one saved tensor, unless it is the model's own; ``kept`` names the module of a checkpoint's region."""
-        storage = None
+        storage, is_part = None, False
+        gets_gradient = type(saved) is _Cached or (tensor is not None and tensor.requires_grad)
         if tensor is None:
             if not self._is_foreign(saved):
                 return
@@ -976,14 +999,20 @@ class Capture(TorchFunctionMode):
             return
         elif has_storage(tensor):
             storage = storage_of(tensor)
+        else:
+            part = shards.part_of(tensor, changed_in_place)
+            if part is not None and has_storage(part.local):
+                tensor, saved, is_part = part.local, _Holder(saved, part.whole), True
+                storage = storage_of(tensor)
         module, boundary = (self._path[-1] if self._path else "", None) if kept is None else kept
         key = (module, op, slot)
         ordinal = self._ordinals.get(key, 0)
         self._ordinals[key] = ordinal + 1
-        if boundary is not None and boundary.exact is None and not (type(saved) is _Cached or tensor.requires_grad):
+        if boundary is not None and boundary.exact is None and not gets_gradient:
             boundary = boundary._replace(exact=_NO_GRADIENT)
         if storage is None or not self.owns(storage):
-            self._visit(Slot(Site(module, op, slot, ordinal), tensor, storage, node, call, saved, twin, boundary))
+            site = Site(module, op, slot, ordinal)
+            self._visit(Slot(site, tensor, storage, node, call, saved, twin, boundary, is_part))
 
     # ------------------------------------------------------------ checkpoints
 
@@ -1072,8 +1101,9 @@ class Capture(TorchFunctionMode):
             return saved is not None and saved.unpack_hook is not None
         return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or self._recomputes():
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """A module begins."""
+        if self._recomputes():
             return
         if threading.get_ident() != self._thread:
             return
@@ -1089,8 +1119,9 @@ class Capture(TorchFunctionMode):
                 self._walk_all(args, None)
         self._path.append(name)
 
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling() or self._recomputes():
+    def leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        """A module ends, perhaps by an exception."""
+        if self._recomputes():
             return
         name = self._names.get(module)
         if name is None or threading.get_ident() != self._thread:
@@ -1100,6 +1131,45 @@ class Capture(TorchFunctionMode):
             # Otherwise the mode would see every attribute that is read here.
             with torch._C.DisableTorchFunction():
                 self._walk_all(result, None)
-        # If another hook of the module raised first, ``_enter_module`` was not called.
+        # If another hook of the module raised first, ``enter_module`` was not called.
         if self._path and self._path[-1] == name:
             self._path.pop()
+
+
+# Code that torch.compile made is valid for the global hooks that it met, by number and identity. So all captures share
+# two functions, which have the same two numbers whenever they are there; with new ones for each session, compiled parts
+# of a model would be compiled again in each.
+_MODULES: Any = nn.modules.module
+_PRE, _POST = (RemovableHandle(OrderedDict()).id for _ in range(2))
+_captures: list[Capture] = []  # those that are open, in any thread
+_captures_lock = threading.Lock()
+
+
+def _before_module(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for capture in tuple(_captures):
+            capture.enter_module(module, args)
+
+
+def _after_module(module: nn.Module, args: Any, result: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for capture in tuple(_captures):
+            capture.leave_module(module, args, result)
+
+
+def _watch_modules(capture: Capture) -> None:
+    with _captures_lock:
+        _captures.append(capture)
+        _MODULES._global_forward_pre_hooks[_PRE] = _before_module
+        _MODULES._global_forward_hooks[_POST] = _after_module
+        _MODULES._global_forward_hooks_always_called[_POST] = True
+
+
+def _unwatch_modules(capture: Capture) -> None:
+    with _captures_lock:
+        if capture in _captures:
+            _captures.remove(capture)
+        if not _captures:
+            _MODULES._global_forward_pre_hooks.pop(_PRE, None)
+            _MODULES._global_forward_hooks.pop(_POST, None)
+            _MODULES._global_forward_hooks_always_called.pop(_POST, None)

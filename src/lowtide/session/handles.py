@@ -190,7 +190,7 @@ class Reference:
     def read(self, raw: Tensor) -> Tensor:
         """This reference's part of the very storage that was saved, unless it has changed since."""
         if capture.version_of(raw) != self.handle.version:
-            raise changed_in_place(self.meta.shape)
+            raise capture.changed_in_place(self.meta.shape)
         return cut(raw, self.meta, self.offset)
 
 
@@ -329,20 +329,12 @@ class Shape:
     def require_unchanged(self) -> None:
         """Raise if the tensor was changed in place since."""
         if self.counter is not None and capture.version_of(self.counter) != self.version:
-            raise changed_in_place(self.packed.meta.shape)
+            raise capture.changed_in_place(self.packed.meta.shape)
 
     def unpack(self) -> Tensor:
         """Memory of the same form."""
         self.require_unchanged()
         return self.packed.decode()
-
-
-def changed_in_place(shape: tuple[int, ...]) -> RuntimeError:
-    """The error that autograd itself raises for such a tensor."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a saved tensor of shape {tuple(shape)} changed after the forward that saved it"
-    )
 
 
 def is_support(consumer: Consumer, meta: TensorMeta) -> bool:

@@ -105,6 +105,8 @@ class Ledger:
     def add_odd(self, site: Site, tensor: Tensor) -> None:
         """A tensor without a plain storage of its own: sparse, nested, or of a subclass."""
         kind = type(tensor).__name__ if type(tensor) is not Tensor else str(tensor.layout)
+        if capture.has_storage(tensor):
+            kind = "in a transform of torch.func"  # which hides the storage
         meta = TensorMeta(tuple(tensor.shape), (), tensor.dtype)
         parts = capture.strided_parts(tensor)
         values = parts[0].untyped_storage() if len(parts) > 1 and capture.has_storage(parts[0]) else None

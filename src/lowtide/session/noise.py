@@ -12,9 +12,9 @@ from ..graph import capture
 from ..graph.capture import Site
 
 
-def forward_noise(seed: int, step: int, forward: int) -> int:
-    """64 bits for one forward of a model in one step, in this process."""
-    return _hash(f"{seed}/{step}/{forward}/{_rank()}")
+def forward_noise(seed: int, step: int, forward: int, rank: int) -> int:
+    """64 bits for one forward of a model in one step, on one rank."""
+    return _hash(f"{seed}/{step}/{forward}/{rank}")
 
 
 def noise_from(tensor: Tensor) -> int:
@@ -39,9 +39,3 @@ def _hash(text: str) -> int:
 @lru_cache(maxsize=1 << 16)
 def _site_hash(site: Site) -> int:
     return _hash(str(site))
-
-
-def _rank() -> int:
-    """Ranks must round independently, or averaging over them would not average the noise."""
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if ready else 0

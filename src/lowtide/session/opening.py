@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..codecs import Codec
-from ..graph import capture
+from ..graph import capture, shards
 from ..policy.methods import Method, Planned, resolve
 from ..policy.plan import Plan
 from ..policy.policy import BOUNDARY_BITS, Policy, require_boundary_bits
@@ -40,6 +40,7 @@ def new_session(
     boundary_bits: int | None = BOUNDARY_BITS,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
+    tensor_parallel: Any = None,
     remembers: bool = False,
 ) -> Session:
     """A session that is not open yet, for what a user named; raises if the arguments make no sense.
@@ -59,6 +60,7 @@ def new_session(
         raise TypeError(f"derive must be True or False; got {derive!r}")
     require_boundary_bits(boundary_bits)
     scope = Scope.of(model, include, exclude)
+    team = None if tensor_parallel is None else shards.team(tensor_parallel)
     resolved = resolve(method, options)
     if isinstance(resolved, Planned):
         if derive:
@@ -66,11 +68,19 @@ def new_session(
         resolved.require_some_module(model)
     begin = partial(Policy, resolved, model, min_numel, derive, boundary_bits)
     if not remembers:
-        return Session(model, begin(), seed, scope)
+        return Session(model, begin(), seed, scope, team=team)
     known = _is_recognisable(resolved)
-    settings = (resolved if known else type(resolved), min_numel, derive, boundary_bits, scope, seed)
+    settings = (
+        resolved if known else type(resolved),
+        min_numel,
+        derive,
+        boundary_bits,
+        scope,
+        seed,
+        None if team is None else team.rank,
+    )
     memory = recall(model, settings, begin)
-    return Session(model, memory.policy if known else begin(), seed, scope, memory)
+    return Session(model, memory.policy if known else begin(), seed, scope, memory, team)
 
 
 def _is_recognisable(method: Method) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..graph import capture
+from ..graph import capture, shards
 from ..policy.use import Use
 
 
@@ -98,18 +98,23 @@ def _accelerator() -> Any:
 def gradients(model: nn.Module, closure: Callable[[], Tensor]) -> dict[str, Tensor]:
     """Gradients of the loss that ``closure`` returns, by parameter name, with nothing disturbed.
 
-    Parameters that are frozen or not reached are absent; a shared one appears under its first name. They
-    are taken with ``torch.autograd.grad``, so hooks that run when ``.grad`` is ready (an optimizer fused into
-    backward, an all-reduce) stay still; :func:`undisturbed` sets aside those that run before. Reentrant checkpointing
-    does not allow ``torch.autograd.grad``; use ``use_reentrant=False``.
+    Parameters that are frozen or not reached are absent; a shared one appears under its first name; of one that is
+    spread over processes there is the part of this one. They are taken with ``torch.autograd.grad``, so hooks that run
+    when ``.grad`` is ready (an optimizer fused into backward, an all-reduce) stay still; :func:`undisturbed` sets aside
+    those that run before. Reentrant checkpointing does not allow ``torch.autograd.grad``; use ``use_reentrant=False``.
     """
+    if shards.is_gathered(model):
+        raise ValueError(
+            "FSDP computes with parameters that it gathers in the forward, so the model's own have no gradients to "
+            "compare; do that before the model is sharded"
+        )
     with undisturbed(model), torch.enable_grad():
         loss = closure()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(f"closure must return a loss of one value that depends on parameters; got {loss!r}")
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+    return {name: shards.local_of(g) for name, g in zip(named, found, strict=True) if g is not None}
 
 
 # ---------------------------------------------------------------- slices of a batch

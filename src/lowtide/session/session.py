@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..codecs import FLOATS, TensorMeta
-from ..graph import capture
+from ..graph import capture, shards
 from ..graph.capture import Capture, Site, Slot
 from ..graph.derive import Origin, origin_of
 from ..graph.rules import Need, rule_for
@@ -25,7 +25,7 @@ from ..policy.methods import Method
 from ..policy.plan import Plan
 from ..policy.policy import Policy
 from ..policy.scope import Scope
-from ..policy.tuners.base import Probed
+from ..policy.tuners.base import Probed, Tuner
 from ..policy.use import Use
 from ..report import Report, size
 from .handles import (
@@ -66,6 +66,7 @@ class Session:
         seed: int,
         scope: Scope | None = None,
         memory: Memory | None = None,
+        team: shards.Team | None = None,
     ) -> None:
         self.policy = policy
         self.seed = seed
@@ -73,6 +74,8 @@ class Session:
         self._model = model
         self._scope = scope
         self._memory = Memory(policy) if memory is None else memory
+        self._given_team = team
+        self._team = team
         self._rebuilds = policy.rebuilds
         self._packer = Packer(policy)
         self._probing = False
@@ -90,6 +93,7 @@ class Session:
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._recent: list[weakref.ref[Handle]] = []
         self._waiting: deque[weakref.ref[Handle]] = deque()
+        self._left: list[tuple[weakref.ref[Handle], str | Site]] = []
         self._decoded: weakref.ref[Handle] | None = None
         self._ledger = Ledger()
 
@@ -117,11 +121,13 @@ class Session:
                 f"lowtide cannot reach saved tensors in torch {torch.__version__}; nothing is compressed",
                 stacklevel=3,
             )
+        self._look_again()  # for a forward whose backward comes later
         self._ledger.clear()
         self._packer.clear()
         self._forget()
+        self._team = self._given_team or shards.team_of(self._model)
         if self.policy.tuner is not None:
-            self.policy.tuner.begin(self.step)
+            self._tune(self.policy.tuner)
         self._capture = Capture(
             *(self._model, self._visit, self._settle, self._start_forward, self._expose, self._meet_foreign),
             *(self.policy.twin, self._rebuilds),
@@ -131,6 +137,12 @@ class Session:
         self._capture.__enter__()
         self._entered = 1
         self._thread = threading.get_ident()
+
+    def _tune(self, tuner: Tuner) -> None:
+        """Let the method's tuner decide; ranks that work on the same samples do as the first of them."""
+        tuner.begin(self.step)
+        if self._team is not None:
+            tuner.load_state_dict(self._team.agreed(tuner.state_dict()))
 
     def _close(self) -> None:
         """Stop watching; encode what nobody holds, and note what somebody does."""
@@ -144,6 +156,8 @@ class Session:
         for reference in (*self._recent, *self._waiting):
             handle = reference()
             if handle is not None and not self._settled(reference) and handle.raw is not None:
+                if handle.entry.kept is None:
+                    self._left.append((reference, handle.entry.why))
                 handle.entry.left()
         self._ledger.close()
         self._forget()
@@ -202,7 +216,8 @@ class Session:
         assert self._capture is not None
         self._forwards = number
         self._capture.restart()
-        self._noise = forward_noise(self.seed, self.step, number)
+        rank = shards.own_rank() if self._team is None else self._team.rank
+        self._noise = forward_noise(self.seed, self.step, number, rank)
 
     # ------------------------------------------------------------ forward
 
@@ -447,6 +462,17 @@ class Session:
             self._seal(handle)
         return True
 
+    def _look_again(self, reader: Handle | None = None) -> None:
+        """Encode what somebody still held when the forward ended and has let go since; not what is read just now."""
+        left, self._left = self._left, []
+        for reference, why in left:
+            handle = reference()
+            if handle is None or handle is reader or handle.raw is None:
+                continue
+            if self._sole is None or capture.use_count(handle.identity) <= self._sole:
+                handle.entry.exact(str(why))
+                self._seal(handle)
+
     def _seal(self, handle: Handle) -> None:
         """Encode a storage that nobody changed since it was saved; if somebody did, reading it will complain."""
         raw = handle.raw
@@ -458,6 +484,8 @@ class Session:
 
     def _unpack(self, reference: Reference) -> Tensor:
         handle = reference.handle
+        if self._left:
+            self._look_again(handle)
         raw = handle.raw
         if raw is not None:
             return reference.read(raw)
@@ -554,7 +582,7 @@ class Session:
         spared, stored = tuple(spared), None if stored is None else tuple(stored)
         if spared or stored is not None:
             policy.spare(spared, stored)
-        return Session(self._model, policy, self.seed if seed is None else seed, self._scope)
+        return Session(self._model, policy, self.seed if seed is None else seed, self._scope, team=self._given_team)
 
     def adapt(self, closure: Callable[[], Tensor]) -> None:
         """Measure what rounding each tensor does to the gradient, and let the method decide anew.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.base import layout_of
-from ..graph import capture
+from ..graph import capture, shards
 from ..graph.capture import Slot
 from ..policy.tuners.base import Arrived, Tuner, Wanted
 from .handles import Consumer, Reference, fresh
@@ -27,7 +27,7 @@ def watch(slot: Slot, consumer: Consumer, reference: Reference, tuner: Tuner, un
     """Let ``tuner`` see what it asks for; the function that reads the slot in backward."""
     site, kind = consumer.site, tuner.wants(consumer.site, consumer.need)
     if kind is Wanted.GRADIENT:
-        slot.watch(lambda g: tuner.observe(site, g) if capture.has_data(g) else None)
+        slot.watch(lambda g: tuner.observe(site, shards.local_of(g)) if capture.has_data(g) else None)
     elif kind is Wanted.FACTOR:
         edge = _FACTOR.get(site.op)
         if edge is not None:
@@ -35,10 +35,10 @@ def watch(slot: Slot, consumer: Consumer, reference: Reference, tuner: Tuner, un
             def see(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
                 factor, gradient = inputs[edge], outputs[0]
                 if factor is not None and gradient is not None and capture.has_data(gradient):
-                    tuner.observe_factor(site, gradient, factor)
+                    tuner.observe_factor(site, shards.local_of(gradient), shards.local_of(factor))
 
             slot.watch_inputs(see)
-    elif kind is Wanted.PROBE:
+    elif kind is Wanted.PROBE and not slot.is_part:  # other ranks might not run it, and it may wait for them
         return _Probe(slot, consumer, tuner, unpack).read
     return unpack
 

@@ -120,6 +120,10 @@ class Slot(NamedTuple):
         """A number the node saved beside its tensors, such as ``min_val`` or ``kernel_size``."""
         return getattr(self.node, f"_saved_{name}")
 
+    def result_shape(self, output: int) -> tuple[int, ...]:
+        """The shape of one of the op's results; empty for a result that was not made."""
+        return tuple(self.node._input_metadata[output].shape)
+
     def watch(self, see: Callable[[Tensor], None]) -> None:
         """Show backward's gradient of the op's first output to ``see``, which must not hold the node."""
 
@@ -413,6 +417,12 @@ def saved(node: Any, name: str) -> Any:
     """What a node saved under a name. A tensor comes without its history: that of an output leads back to the node."""
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
+    """The op behind ``torch.nn.utils.parametrizations.weight_norm``."""
+    result: tuple[Tensor, Tensor] = torch._weight_norm_interface(v, g, dim)
+    return result[0]
 
 
 def parent(node: Any, edge: int) -> Any:

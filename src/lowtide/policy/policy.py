@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..codecs import Raw
+from ..codecs import Cast, Raw
 from ..graph import capture
 from ..graph.capture import Site
+from ..graph.rules import Need
 from .choice import Action, Choice
 from .methods import Method, Planned
 from .plan import Plan
@@ -19,6 +20,7 @@ from .use import Use
 Demand = Callable[[Use, Choice], Choice]
 """Sees what the method chose, and may ask for more precision."""
 
+_DIVISOR = Cast("bfloat16")
 _SMALL = Choice.store(Raw(), why="small")
 _REMEMBERED = 4096
 
@@ -69,7 +71,8 @@ class Policy:
             return _SMALL
         if self._sharing:
             use = use._replace(sharing=self._sharing.get(use.sites[0], use.sharing))
-        if self.derive and use.derivable and use.source_need >= use.need and use.source_bits >= use.least_bits:
+        rebuilds = self.derive and use.derivable and use.need is not Need.RELATIVE
+        if rebuilds and use.source_need >= use.need and use.source_bits >= use.least_bits:
             choice = Choice.rebuild()
         else:
             choice = self._method_chooses(use)
@@ -88,7 +91,7 @@ class Policy:
             if len(self._remembered) >= _REMEMBERED:  # shapes that change from step to step
                 self._remembered.clear()
                 self.decided.clear()  # or `like` would not learn again of what is decided without a question
-            choice = self._remembered[use] = self.method.choose(use)
+            choice = self._remembered[use] = _safe(use, self.method.choose(use))
         return choice
 
     @property
@@ -131,3 +134,11 @@ class Policy:
             return choice if demand is None else demand(use, choice)
 
         self.demand = spare
+
+
+def _safe(use: Use, choice: Choice) -> Choice:
+    """No method rounds a divisor by a step: bfloat16 has the exponents of float32, so its error is relative."""
+    codec = choice.codec
+    if use.need is not Need.RELATIVE or codec is None or codec.exact or codec == _DIVISOR:
+        return choice
+    return Choice.store(_DIVISOR, choice.home)

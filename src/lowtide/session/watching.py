@@ -16,8 +16,8 @@ from .handles import Consumer, Reference, fresh
 
 Unpack = Callable[[Reference], Tensor]
 
-_FACTOR = {"Convolution": 1, "Addmm": 2, "Mm": 1, "Linear": 1}
-"""Which input of a linear op is the other factor, the weight."""
+_FACTOR = {"Convolution": 1, "Addmm": 2, "Mm": 1, "Linear": 1, "GroupedMm": 1}
+"""Which input of a linear op is the other factor, the weight. Other linear ops are tried with noise."""
 
 _PERIOD = 65_537
 """Values after which the noise of a trial repeats; a prime, so that it does not fall in step with rows or maps."""
@@ -28,17 +28,15 @@ def watch(slot: Slot, consumer: Consumer, reference: Reference, tuner: Tuner, un
     site, kind = consumer.site, tuner.wants(consumer.site, consumer.need)
     if kind is Wanted.GRADIENT:
         slot.watch(lambda g: tuner.observe(site, g) if capture.has_data(g) else None)
-    elif kind is Wanted.FACTOR:
-        edge = _FACTOR.get(site.op)
-        if edge is not None:
+    elif kind is Wanted.FACTOR and (edge := _FACTOR.get(site.op)) is not None:
 
-            def see(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
-                factor, gradient = inputs[edge], outputs[0]
-                if factor is not None and gradient is not None and capture.has_data(gradient):
-                    tuner.observe_factor(site, gradient, factor)
+        def see(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
+            factor, gradient = inputs[edge], outputs[0]
+            if factor is not None and gradient is not None and capture.has_data(gradient):
+                tuner.observe_factor(site, gradient, factor)
 
-            slot.watch_inputs(see)
-    elif kind is Wanted.PROBE:
+        slot.watch_inputs(see)
+    elif kind is not Wanted.NOTHING:
         return _Probe(slot, consumer, tuner, unpack).read
     return unpack
 

@@ -120,6 +120,13 @@ class Slot(NamedTuple):
         """A number the node saved beside its tensors, such as ``min_val`` or ``kernel_size``."""
         return getattr(self.node, f"_saved_{name}")
 
+    @property
+    def dim(self) -> int:
+        """The dimension along which the op works, of one of torch's own nodes or of a twin."""
+        node = self.node
+        found: int = node.dim if hasattr(node, "dim") else self.scalar("dim")
+        return found
+
     def result_shape(self, output: int) -> tuple[int, ...]:
         """The shape of one of the op's results; empty for a result that was not made."""
         return tuple(self.node._input_metadata[output].shape)
@@ -830,7 +837,8 @@ class Capture(TorchFunctionMode):
                 if several:
                     for i, item in enumerate(saved):
                         slot = names[i] if names else f"{name}[{i}]"
-                        self._offer(node, op, slot, call, item, None if tensor is None else tensor[i], bool(names))
+                        takes_means = names[:1] == ("input",) and op == "Convolution"
+                        self._offer(node, op, slot, call, item, None if tensor is None else tensor[i], takes_means)
                 elif foreign or (tensor is not None and type(tensor) is not nn.Parameter):
                     self._offer(node, op, name, call, saved, tensor, False)
             for parent, _ in node.next_functions:

@@ -34,7 +34,7 @@ class Need(IntEnum):
     LOGARITHM = 5
     """A log-probability, whose exponential is taken: relative precision near zero counts."""
     RELATIVE = 6
-    """A divisor, or what a logarithm or a root is taken of: relative precision of every value, signs and zeros count."""
+    """A divisor, or what a logarithm or root is taken of: relative precision of every value, signs and zeros count."""
     EXACT = 7
     """Must not change."""
 
@@ -123,7 +123,7 @@ def _gathered(slot: Slot) -> int:
 def _along_result(slot: Slot) -> int:
     """For what writes to places along a dimension: how many there are."""
     sizes = slot.result_shape(0)
-    return sizes[_negative(slot.scalar("dim")) % len(sizes)] if sizes else 1
+    return sizes[_negative(slot.dim) % len(sizes)] if sizes else 1
 
 
 def _plane_of_result(slot: Slot) -> int:
@@ -255,6 +255,9 @@ RULES: dict[tuple[str, str], Rule] = {
     ("ClampMax", "self"): Rule(
         Need.LOSSLESS, "only the side is read", codec=_band(-math.inf, "max", closed=True, nan=False)
     ),
+    # the twin of prelu: the sign for the input's gradient, and the values for the slope's alone
+    ("PreluKernel", "sign"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)),
+    ("PreluKernel", "values"): Rule(Need.LINEAR, "the gradient of the slope is linear in it", spatial=True),
     # activations whose derivative needs values
     **{
         (op, "self"): Rule(Need.PROPAGATE, _POINT)
@@ -303,6 +306,16 @@ RULES: dict[tuple[str, str], Rule] = {
     ("Div", "other"): Rule(Need.RELATIVE, _DIVISOR),
     **{(op, "self"): Rule(Need.RELATIVE, _DIVISOR) for op in ("Log", "Log2", "Log10")},
     **{(op, "result"): Rule(Need.RELATIVE, _DIVISOR) for op in ("Sqrt", "Rsqrt", "Reciprocal")},
+    # twins that save the answers of comparisons
+    ("Amax", "places"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("Maximum", "not_below"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("Maximum", "not_above"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("ScatterReduce", "own"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("ScatterReduce", "found"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    # a recurrent layer's twin runs the layer again from its input, and noise there reaches every state
+    ("Recurrent", "input"): Rule(Need.PROPAGATE, "the layer is run again from it"),
+    ("Recurrent", "hx"): Rule(Need.EXACT, "the first state, of one step of many"),
+    ("Recurrent", "cx"): Rule(Need.EXACT, "the first state, of one step of many"),
     # pools, dropout masks, look-ups
     **{
         (op, "self"): Rule(Need.LOSSLESS, _SHAPE, codec=_shape_only)

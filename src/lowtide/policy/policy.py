@@ -11,6 +11,7 @@ from ..codecs import Cast, Raw
 from ..graph import capture
 from ..graph.capture import Site
 from ..graph.rules import Need
+from ..graph.thrift import thriftier
 from .choice import Action, Choice
 from .methods import Method, Planned
 from .plan import Plan
@@ -57,9 +58,11 @@ class Policy:
     @property
     def twin(
         self,
-    ) -> Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any] | None] | None:
-        """The method's twins, if it has any."""
-        return None if type(self._twins).twin is Method.twin else self._twins.twin
+    ) -> Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any] | None]:
+        """The method's twins, if it has any, before those that serve every method."""
+        if type(self._twins).twin is Method.twin:
+            return thriftier
+        return lambda func, args, kwargs: self._twins.twin(func, args, kwargs) or thriftier(func, args, kwargs)
 
     def ignores(self, numel: int, storage_numel: int) -> bool:
         """Is a tensor too small to bother? Not if it would keep a much larger storage alive."""

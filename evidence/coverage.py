@@ -111,13 +111,13 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         "# Coverage by family",
         "",
         *_wrapped(
-            """Written by `evidence/coverage.py` from `evidence/results/coverage.csv`; `make evidence-coverage` makes both
-            anew in a few minutes. Networks have fresh weights and random inputs, and are small: which tensors are saved
-            follows from their ops, and what is left exact of a small one weighs more than of a large one. `auto` with its
-            defaults, third step. *Saved* is what plain PyTorch keeps for backward, *ratio* how many times less is kept,
-            *error* the distance of the whole gradient from the exact one in units of its length. *Left exact* are the ops
-            with most of the bytes that are kept, and their share of these; *small* are tensors of few values, which no
-            method packs."""
+            """Written by `evidence/coverage.py` from `evidence/results/coverage.csv`; `make evidence-coverage`
+            makes both anew in a few minutes. Networks have fresh weights and random inputs, and are small:
+            which tensors are saved follows from their ops, and what is left exact of a small one weighs more
+            than of a large one. `auto` with its defaults, third step. *Saved* is what plain PyTorch keeps for
+            backward, *ratio* how many times less is kept, *error* the distance of the whole gradient from the
+            exact one in units of its length. *Left exact* are the ops with most of the bytes that are kept, and
+            their share of these; *small* are tensors of few values, which no method packs."""
         ),
         "",
         f"Commit {machine['commit']}, {machine['date']}, {machine['machine']}, {machine['threads']} thread(s), Python "

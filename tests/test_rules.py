@@ -325,6 +325,13 @@ EXAMPLES: dict[tuple[str, str], Example] = {
     ("Topk", "indices"): Example(lambda h, m: h.topk(3, -1).values, nan=True),
 }
 
+TWINS = (
+    *itertools.product(("PreluKernel",), ("sign", "values")),
+    *itertools.product(("Maximum",), ("not_below", "not_above")),
+    *itertools.product(("Recurrent",), ("input", "hx", "cx")),
+    *itertools.product(("ScatterReduce",), ("own", "found")),
+    ("Amax", "places"),
+)
 _NO_SLOT = "no such slot in this torch: the row costs nothing"
 UNTESTABLE: dict[tuple[str, str], str] = {
     **{
@@ -342,16 +349,7 @@ UNTESTABLE: dict[tuple[str, str], str] = {
         for op in ("NativeLayerNorm", "NativeGroupNorm")
         for slot in ("running_mean", "running_var")
     },
-    **{
-        row: "a twin's: tests/test_thrift.py"
-        for row in (
-            *itertools.product(("PreluKernel",), ("sign", "values")),
-            *itertools.product(("Maximum",), ("not_below", "not_above")),
-            *itertools.product(("Recurrent",), ("input", "hx", "cx")),
-            *itertools.product(("ScatterReduce",), ("own", "found")),
-            ("Amax", "places"),
-        )
-    },
+    **dict.fromkeys(TWINS, "a twin's: tests/test_thrift.py"),
     ("Linear", "input"): "linear splits into mm and addmm on CPU",
     ("FusedRmsNorm", "input"): "rms_norm splits into elementwise ops on CPU",
 }

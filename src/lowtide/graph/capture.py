@@ -116,6 +116,12 @@ class Slot(NamedTuple):
         """Was the tensor saved by this ``autograd.Function``, and not by another of the same name?"""
         return getattr(type(self.node), "_forward_cls", None) is function
 
+    @property
+    def package(self) -> str:
+        """The package that defines the ``autograd.Function``; empty for torch's own ops."""
+        made_by = getattr(type(self.node), "_forward_cls", None)
+        return "" if made_by is None else str(made_by.__module__).partition(".")[0]
+
     def scalar(self, name: str) -> Any:
         """A number the node saved beside its tensors, such as ``min_val`` or ``kernel_size``."""
         return getattr(self.node, f"_saved_{name}")
@@ -171,12 +177,23 @@ class Slot(NamedTuple):
     def try_before(self, attempt: Callable[[Callable[[], tuple[Tensor | None, ...]]], None]) -> None:
         """Before the op's backward: give ``attempt`` a function that runs it aside and returns its results."""
 
+        own = self.package == __package__.partition(".")[0]
+
         def look(gradients: tuple[Tensor | None, ...]) -> None:
             node: Any = torch._C._current_autograd_node()
+            if not callable(node) and not own and any(g is None for g in gradients):
+                return  # autograd would make zeros of them, unless the function has asked it not to
 
             def run() -> tuple[Tensor | None, ...]:
-                results = node(*gradients)
-                return results if isinstance(results, tuple) else (results,)
+                if callable(node):
+                    results = node(*gradients)
+                    return results if isinstance(results, tuple) else (results,)
+                # A function of Python may write into what it is given.
+                results = node.apply(*[g if own or g is None else g.clone() for g in gradients])
+                results = results if isinstance(results, tuple) else (results,)
+                inputs = len(node.next_functions)
+                # It returns a value for each argument, and only tensors are inputs. Those of twins come first.
+                return results[:inputs] if own or len(results) == inputs else (None,) * inputs
 
             attempt(run)
 

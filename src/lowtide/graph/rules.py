@@ -378,6 +378,32 @@ RULES: dict[tuple[str, str], Rule] = {
 }
 
 
+_ACT = "the derivative at it multiplies the gradient that flows on"
+_SCORES = "scores pass through the exponential of softmax"
+
+# Functions of other packages, by package, class and the number of the tensor in save_for_backward. A class of the same
+# name in another package may save other things. What is not listed (statistics, sequence lengths, states of random
+# numbers, gradients that a loss has computed in its forward) stays exact. Orders were read in the sources of
+# flash-attn 2 and 3 and of Liger-Kernel, which were not run; that of transformers was.
+_PACKAGES: dict[tuple[str, str], dict[str, Rule]] = {
+    ("transformers", "GeLUFunction"): {"tensors[0]": Rule(Need.PROPAGATE, _ACT)},
+    **{
+        (package, f"FlashAttn{kind}Func"): {f"tensors[{i}]": Rule(Need.EXPONENT, _SCORES) for i in range(4)}
+        for package in ("flash_attn", "flash_attn_interface", "flash_attn_3")
+        for kind in ("", "Varlen")
+    },
+    **{
+        ("liger_kernel", f"Liger{kind}Function"): {"tensors[0]": Rule(Need.PROPAGATE, _NORM)}
+        for kind in ("RMSNorm", "LayerNorm")
+    },
+    **{
+        ("liger_kernel", f"Liger{kind}MulFunction"): {f"tensors[{i}]": Rule(Need.PROPAGATE, _ACT) for i in range(2)}
+        for kind in ("SiLU", "GELU")
+    },
+}
+WRITES_IN_PLACE = frozenset({"liger_kernel"})
+"""Packages whose functions put their results into what backward is given: none of them may be run on the side."""
+
 _ACTIVATION = Rule(Need.PROPAGATE, "multiplies another activation: its noise reaches what made that one")
 _FEW = Rule(Need.EXACT, "so few values share a statistic that the gradient is a difference of nearly equal terms")
 _FACTOR_EDGE = {
@@ -488,7 +514,9 @@ def rule_for(slot: Slot) -> Rule | None:
     if rule is None:
         if (rule := RULES.get((op, name.partition("[")[0]))) is None:
             of, registered = _registered.get((op, name), (None, None))
-            return registered if of is None or slot.is_of(of) else None
+            if registered is not None:
+                return registered if of is None or slot.is_of(of) else None
+            return _PACKAGES.get((slot.package, op), {}).get(name)
     elif op == "Convolution":
         if name == "weight":
             return rule if slot.needs_grad(0) else _CONSTANT_INPUT

@@ -78,8 +78,8 @@ def _recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         result, ends = x, []
         for i in range(layers):
             own = [state[i * many : (i + 1) * many] for state in states]
-            cx = own[1] if len(own) > 1 else None
-            result, *end = Recurrent.apply(layer, result, own[0], cx, *weights[i * count : (i + 1) * count])
+            cx = own[1] if len(own) > 1 else x.new_empty(0)
+            result, *end = Recurrent.apply(result, own[0], cx, *weights[i * count : (i + 1) * count], layer)
             ends.append(end)
             if dropout and train and i < layers - 1:
                 result = torch.dropout(result, dropout, True)
@@ -101,27 +101,27 @@ class Recurrent(torch.autograd.Function):
     )
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: Callable[..., tuple[Tensor, ...]], x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The layer itself."""
+    def forward(ctx: Any, x: Tensor, hx: Tensor, cx: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """The layer itself, which is the last of ``rest``, behind its weights; an empty ``cx`` stands for none."""
+        *weights, layer = rest
         ctx.save_for_backward(x, hx, cx, *weights)
         ctx.set_materialize_grads(False)
         ctx.layer = layer
-        return layer(x, [hx] if cx is None else [hx, cx], weights)
+        found: tuple[Tensor, ...] = layer(x, [hx, cx] if cx.numel() else [hx], weights)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         """Run the layer again, and back through it."""
         twice = torch.is_grad_enabled()
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[:-1]
         with torch.enable_grad():
             read = [
-                t if t is None or twice else t.detach().requires_grad_(needed)
+                t if twice else t.detach().requires_grad_(needed)
                 for t, needed in zip(ctx.saved_tensors, wanted, strict=True)
             ]
             x, hx, cx, *weights = read
-            results = ctx.layer(x, [hx] if cx is None else [hx, cx], weights)
+            results = ctx.layer(x, [hx, cx] if cx.numel() else [hx], weights)
             pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
             asked = [i for i, needed in enumerate(wanted) if needed]
             found = torch.autograd.grad(
@@ -133,7 +133,7 @@ class Recurrent(torch.autograd.Function):
             )
         result: list[Tensor | None] = [None] * (len(wanted) + 1)
         for i, gradient in zip(asked, found, strict=True):
-            result[i + 1] = gradient
+            result[i] = gradient
         return tuple(result)
 
 

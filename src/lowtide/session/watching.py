@@ -11,6 +11,7 @@ from torch import Tensor
 from ..codecs.base import layout_of
 from ..graph import capture
 from ..graph.capture import Slot
+from ..graph.rules import WRITES_IN_PLACE
 from ..policy.tuners.base import Arrived, Tuner, Wanted
 from .handles import Consumer, Reference, fresh
 
@@ -36,7 +37,7 @@ def watch(slot: Slot, consumer: Consumer, reference: Reference, tuner: Tuner, un
                 tuner.observe_factor(site, gradient, factor)
 
         slot.watch_inputs(see)
-    elif kind is not Wanted.NOTHING:
+    elif kind is not Wanted.NOTHING and slot.package not in WRITES_IN_PLACE:
         return _Probe(slot, consumer, tuner, unpack).read
     return unpack
 

@@ -222,3 +222,25 @@ def test_a_function_of_the_same_name_elsewhere_has_none():
     rows = [s for s in session.report().sites if s.site.op == "LigerSiLUMulFunction"]
     assert rows
     assert {s.why for s in rows} == {"no rule for this op"}
+
+
+def test_auto_tries_noise_in_a_function_with_a_rule():
+    """The node of a function of Python cannot be called as those of torch can."""
+    undo = lowtide.register_rule(Rms, "tensors[0]", need="propagate", why="it is normalized")
+    try:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(64, 128), nn.Linear(128, 128)])
+        weight = nn.Parameter(torch.ones(128))
+        x, errors = torch.randn(64, 64), []
+        model[1](Rms.apply(model[0](x), weight)).square().sum().backward()
+        exact = model[0].weight.grad.clone()
+        for _ in range(3):
+            model.zero_grad()
+            with lowtide.compress(model, "auto", bits=6) as session:
+                loss = model[1](Rms.apply(model[0](x), weight)).square().sum()
+            loss.backward()
+            errors.append(float((model[0].weight.grad - exact).norm() / exact.norm()))
+        assert errors[-1] < 0.1
+        assert [s.state for s in session.report().sites if s.site.op == "Rms"][:1] == [COMPRESSED]
+    finally:
+        undo()

@@ -217,3 +217,15 @@ def test_noise_in_prelu_stays_in_its_slope():
     _, grads, _ = run(model, lambda: model(x), "actnn", bits=2, level="L2")
     assert torch.equal(grads["p"], plain["p"])
     assert 0 < float((grads["w"] - plain["w"]).norm() / plain["w"].norm()) < 0.3
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_auto_measures_noise_in_twins(kind):
+    torch.manual_seed(0)
+    model, x = Recurrent(kind, num_layers=2), torch.randn(32, 8, 6)
+    _, plain, _ = run(model, lambda: model(x))
+    for _ in range(3):
+        _, grads, report = run(model, lambda: model(x), "auto", bits=6)
+    exact = math.sqrt(sum(float(g.square().sum()) for g in plain.values()))
+    assert math.sqrt(sum(float((grads[n] - plain[n]).square().sum()) for n in plain)) < 0.1 * exact
+    assert COMPRESSED in [s.state for s in report.sites if s.site.op == "Recurrent"]

@@ -50,6 +50,10 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any], *names: str, **defa
     return given if given.keys() == set(names) else None
 
 
+def _applied(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
 # ---------------------------------------------------------------- recurrent layers
 
 
@@ -79,7 +83,7 @@ def _recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         for i in range(layers):
             own = [state[i * many : (i + 1) * many] for state in states]
             cx = own[1] if len(own) > 1 else x.new_empty(0)
-            result, *end = Recurrent.apply(result, own[0], cx, *weights[i * count : (i + 1) * count], layer)
+            result, *end = _applied(Recurrent, result, own[0], cx, *weights[i * count : (i + 1) * count], layer)
             ends.append(end)
             if dropout and train and i < layers - 1:
                 result = torch.dropout(result, dropout, True)
@@ -146,7 +150,7 @@ def _prelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     x, weight = args
     if weight.dim() > 1 or x.dim() < 1 or (weight.numel() > 1 and (x.dim() < 2 or weight.numel() != x.shape[1])):
         return None
-    return lambda *_args, **_kwargs: Prelu.apply(x, weight)
+    return lambda *_args, **_kwargs: _applied(Prelu, x, weight)
 
 
 class Prelu(torch.autograd.Function):
@@ -184,7 +188,7 @@ def _amax(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     x, dim = given["input"], given["dim"]
     dims = [dim] if isinstance(dim, int) else list(dim)
     dims = [d % x.dim() for d in dims] if dims and x.dim() else list(range(x.dim()))
-    return lambda *_args, **_kwargs: Extreme.apply(x, func, dims, given["keepdim"])
+    return lambda *_args, **_kwargs: _applied(Extreme, x, func, dims, given["keepdim"])
 
 
 class Extreme(torch.autograd.Function):
@@ -215,7 +219,7 @@ def _maximum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     if kwargs or len(args) != 2 or not all(isinstance(a, Tensor) for a in args) or not _usual(*args):
         return None
     is_maximum = func in (torch.maximum, Tensor.maximum)
-    return lambda *_args, **_kwargs: Larger.apply(*args, func, is_maximum)
+    return lambda *_args, **_kwargs: _applied(Larger, *args, func, is_maximum)
 
 
 class Larger(torch.autograd.Function):
@@ -258,7 +262,7 @@ def _scattered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     in_place = func is Tensor.scatter_reduce_
     if in_place and into.requires_grad:
         return None
-    return lambda *_args, **_kwargs: ScatteredExtreme.apply(into, src, index, dim, reduce, include, in_place)
+    return lambda *_args, **_kwargs: _applied(ScatteredExtreme, into, src, index, dim, reduce, include, in_place)
 
 
 class ScatteredExtreme(torch.autograd.Function):

@@ -41,7 +41,7 @@ LAYERS = [
     *["policy.scope", "policy.policy", "policy.methods", "policy.tuners.mix", "policy.tuners.bits"],
     *["policy.tuners.levels", "policy.tuners.samples"],
     *["policy.tuners.fitting", "policy.tuners.base", "policy.plan", "policy.choice", "policy.use", "policy.solve"],
-    *["graph.rules", "graph.twins", "graph.derive", "graph.capture", "graph.shards"],
+    *["graph.rules", "graph.twins", "graph.thrift", "graph.weights", "graph.derive", "graph.capture", "graph.shards"],
     *["codecs.projection", "codecs.sixsigma", "codecs.casts", "codecs.blocks", "codecs.groups"],
     *["codecs.lossless", "codecs.base"],
     *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.layout", "kernels.reference"],

@@ -8,6 +8,7 @@ from torch import nn
 
 import lowtide
 from lowtide.codecs import Cast, GroupQuant, Mask, ShapeOnly
+from lowtide.report import COMPRESSED
 
 
 class Rms(torch.autograd.Function):
@@ -159,3 +160,87 @@ def test_rules_that_make_no_sense_are_refused(change, error, message):
     with lowtide.attach(model := Net(), "actnn") as handle:
         gradient(model, torch.randn(128, 64))
         assert rows(handle.report())["(model): Rms.tensors[0]"].state == "exact"
+
+
+# ---------------------------------------------------------------- functions of other packages
+
+
+def silu_mul(package):
+    """A function as Liger-Kernel has it: backward writes its results over what it reads."""
+
+    class LigerSiLUMulFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return torch.nn.functional.silu(a) * b
+
+        @staticmethod
+        def backward(ctx, grad):
+            a, b = ctx.saved_tensors
+            s = torch.sigmoid(a)
+            for_a, for_b = grad * b * s * (1 + a * (1 - s)), grad * a * s
+            a.data.copy_(for_a)
+            b.data.copy_(for_b)
+            return a, b
+
+    LigerSiLUMulFunction.__module__ = f"{package}.ops.swiglu"
+    return LigerSiLUMulFunction
+
+
+@pytest.mark.parametrize("method", ["actnn", "auto"])
+def test_functions_of_known_packages_have_rules(method):
+    function = silu_mul("liger_kernel")
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(64, 128), torch.nn.Linear(64, 128), torch.nn.Linear(128, 8)])
+    x = torch.randn(64, 64)
+
+    def step(session=None):
+        model.zero_grad()
+        if session is None:
+            loss = model[2](function.apply(model[0](x), model[1](x))).square().sum()
+        else:
+            with session:
+                loss = model[2](function.apply(model[0](x), model[1](x))).square().sum()
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    exact = step()
+    for i in range(3):  # auto measures in the first of them, and has its bits in the third
+        session = lowtide.compress(model, method, bits=8)
+        found = step(session)
+        assert float((found - exact).norm() / exact.norm()) < (0.05 if i == 2 or method == "actnn" else 0.6)
+        rows = [s for s in session.report().sites if s.site.op == "LigerSiLUMulFunction"]
+        assert [s.state for s in rows] == [COMPRESSED] * 2
+
+
+def test_a_function_of_the_same_name_elsewhere_has_none():
+    function = silu_mul("somebody")
+    model = torch.nn.Linear(64, 128)
+    with lowtide.compress(model, "actnn") as session:
+        loss = function.apply(model(torch.randn(64, 64)), torch.randn(64, 128)).sum()
+    del loss
+    rows = [s for s in session.report().sites if s.site.op == "LigerSiLUMulFunction"]
+    assert rows
+    assert {s.why for s in rows} == {"no rule for this op"}
+
+
+def test_auto_tries_noise_in_a_function_with_a_rule():
+    """The node of a function of Python cannot be called as those of torch can."""
+    undo = lowtide.register_rule(Rms, "tensors[0]", need="propagate", why="it is normalized")
+    try:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(64, 128), nn.Linear(128, 128)])
+        weight = nn.Parameter(torch.ones(128))
+        x, errors = torch.randn(64, 64), []
+        model[1](Rms.apply(model[0](x), weight)).square().sum().backward()
+        exact = model[0].weight.grad.clone()
+        for _ in range(3):
+            model.zero_grad()
+            with lowtide.compress(model, "auto", bits=6) as session:
+                loss = model[1](Rms.apply(model[0](x), weight)).square().sum()
+            loss.backward()
+            errors.append(float((model[0].weight.grad - exact).norm() / exact.norm()))
+        assert errors[-1] < 0.1
+        assert [s.state for s in session.report().sites if s.site.op == "Rms"][:1] == [COMPRESSED]
+    finally:
+        undo()

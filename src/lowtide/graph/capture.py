@@ -148,9 +148,26 @@ class Slot(NamedTuple):
         """Was the tensor saved by this ``autograd.Function``, and not by another of the same name?"""
         return getattr(type(self.node), "_forward_cls", None) is function
 
+    @property
+    def package(self) -> str:
+        """The package that defines the ``autograd.Function``; empty for torch's own ops."""
+        made_by = getattr(type(self.node), "_forward_cls", None)
+        return "" if made_by is None else str(made_by.__module__).partition(".")[0]
+
     def scalar(self, name: str) -> Any:
         """A number the node saved beside its tensors, such as ``min_val`` or ``kernel_size``."""
         return getattr(self.node, f"_saved_{name}")
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which the op works, of one of torch's own nodes or of a twin."""
+        node = self.node
+        found: int = node.dim if hasattr(node, "dim") else self.scalar("dim")
+        return found
+
+    def result_shape(self, output: int) -> tuple[int, ...]:
+        """The shape of one of the op's results; empty for a result that was not made."""
+        return tuple(self.node._input_metadata[output].shape)
 
     def watch(self, see: Callable[[Tensor], None]) -> None:
         """Show backward's gradient of the op's first output to ``see``, which must not hold the node."""
@@ -192,12 +209,23 @@ class Slot(NamedTuple):
     def try_before(self, attempt: Callable[[Callable[[], tuple[Tensor | None, ...]]], None]) -> None:
         """Before the op's backward: give ``attempt`` a function that runs it aside and returns its results."""
 
+        own = self.package == __package__.partition(".")[0]
+
         def look(gradients: tuple[Tensor | None, ...]) -> None:
             node: Any = torch._C._current_autograd_node()
+            if not callable(node) and not own and any(g is None for g in gradients):
+                return  # autograd would make zeros of them, unless the function has asked it not to
 
             def run() -> tuple[Tensor | None, ...]:
-                results = node(*gradients)
-                return results if isinstance(results, tuple) else (results,)
+                if callable(node):
+                    results = node(*gradients)
+                    return results if isinstance(results, tuple) else (results,)
+                # A function of Python may write into what it is given.
+                results = node.apply(*[g if own or g is None else g.clone() for g in gradients])
+                results = results if isinstance(results, tuple) else (results,)
+                inputs = len(node.next_functions)
+                # It returns a value for each argument, and only tensors are inputs. Those of twins come first.
+                return results[:inputs] if own or len(results) == inputs else (None,) * inputs
 
             attempt(run)
 
@@ -466,6 +494,12 @@ def saved(node: Any, name: str) -> Any:
     """What a node saved under a name. A tensor comes without its history: that of an output leads back to the node."""
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
+    """The op behind ``torch.nn.utils.parametrizations.weight_norm``."""
+    result: tuple[Tensor, Tensor] = torch._weight_norm_interface(v, g, dim)
+    return result[0]
 
 
 def parent(node: Any, edge: int) -> Any:
@@ -970,7 +1004,8 @@ class Capture(TorchFunctionMode):
                     for i, item in enumerate(saved):
                         slot = names[i] if names else f"{name}[{i}]"
                         each = None if tensor is None else tensor[i]
-                        self._offer(node, op, slot, call, item, each, bool(names), kept)
+                        takes_means = names[:1] == ("input",) and op == "Convolution"
+                        self._offer(node, op, slot, call, item, each, takes_means, kept)
                 elif foreign or (tensor is not None and type(tensor) is not nn.Parameter):
                     self._offer(node, op, name, call, saved, tensor, False)
             for parent, _ in node.next_functions:

@@ -33,7 +33,9 @@ class Need(IntEnum):
     """Noise goes through an exponential: small steps only."""
     LOGARITHM = 5
     """A log-probability, whose exponential is taken: relative precision near zero counts."""
-    EXACT = 6
+    RELATIVE = 6
+    """A divisor, or what a logarithm or root is taken of: relative precision of every value, signs and zeros count."""
+    EXACT = 7
     """Must not change."""
 
 
@@ -118,6 +120,20 @@ def _gathered(slot: Slot) -> int:
     return source.shape[_negative(slot.scalar("dim")) % source.dim()] if source.dim() else 1
 
 
+def _along_result(slot: Slot) -> int:
+    """For what writes to places along a dimension: how many there are."""
+    sizes = slot.result_shape(0)
+    return sizes[_negative(slot.dim) % len(sizes)] if sizes else 1
+
+
+def _plane_of_result(slot: Slot) -> int:
+    return math.prod(slot.result_shape(0)[-2:])
+
+
+def _of_sums(slot: Slot) -> Codec | None:
+    return ShapeOnly() if slot.scalar("reduce") in ("sum", "mean") else None
+
+
 def _indexed(slot: Slot) -> int:
     which = int(slot.site.slot.partition("[")[2].rstrip("]") or 0)
     return int(slot.scalar("self_sym_sizes")[which])
@@ -179,6 +195,12 @@ _POINT = "the derivative at the input multiplies the gradient that flows on"
 _OUTPUT = "the derivative is a function of the output"
 _NORMS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeLayerNorm", "NativeGroupNorm")
 _ATTENTION = ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
+_DIVISOR = "a divisor in backward: noise near zero would explode, a relative error does not"
+_WEIGHT = "a weight made by other ops: its noise reaches every earlier layer"
+_DEVIATION = "its distance from the mean enters the gradient linearly"
+_RESIDUAL = "the difference of both enters the gradient"
+_SECOND = "a factor of the gradient of a gradient"
+_SCALE = "scales every gradient"
 
 RULES: dict[tuple[str, str], Rule] = {
     # convolutions and matrix products
@@ -186,6 +208,9 @@ RULES: dict[tuple[str, str], Rule] = {
     ("Addmm", "mat1"): Rule(Need.LINEAR, _CONV),
     ("Mm", "self"): Rule(Need.LINEAR, _CONV),
     ("Linear", "input"): Rule(Need.LINEAR, _CONV),
+    ("GroupedMm", "self"): Rule(Need.LINEAR, _CONV),
+    ("GroupedMm", "mat2"): Rule(Need.EXPONENT, _WEIGHT),
+    ("Convolution", "weight"): Rule(Need.EXPONENT, _WEIGHT, spatial=True),
     ("Addmm", "mat2"): Rule(Need.PROPAGATE, _GATE),
     ("Mm", "mat2"): Rule(Need.PROPAGATE, _GATE),
     ("Bmm", "self"): Rule(Need.PROPAGATE, _GATE),
@@ -205,6 +230,11 @@ RULES: dict[tuple[str, str], Rule] = {
         for op in _NORMS
         for slot in ("result1", "result2", "running_mean", "running_var")
     },
+    ("LinalgVectorNorm", "self"): Rule(Need.PROPAGATE, "its direction is the gradient of its length"),
+    ("LinalgVectorNorm", "result"): Rule(Need.EXACT, _SCALE),
+    **{(op, "self"): Rule(Need.PROPAGATE, _DEVIATION) for op in ("Var", "VarMean", "Std", "StdMean")},
+    ("Std", "result"): Rule(Need.EXACT, _SCALE),
+    ("StdMean", "result0"): Rule(Need.EXACT, _SCALE),
     # activations of which one bit is read; the ends and NaN as each kernel treats them (that of hardtanh stops the
     # gradient at a NaN in its vector code, and lets it pass in the few values behind the last whole vector)
     ("Relu", "result"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf), rectified=True),
@@ -225,17 +255,30 @@ RULES: dict[tuple[str, str], Rule] = {
     ("ClampMax", "self"): Rule(
         Need.LOSSLESS, "only the side is read", codec=_band(-math.inf, "max", closed=True, nan=False)
     ),
+    # the twin of prelu: the sign for the input's gradient, and the values for the slope's alone
+    ("PreluKernel", "sign"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)),
+    ("PreluKernel", "values"): Rule(Need.LINEAR, "the gradient of the slope is linear in it", spatial=True),
     # activations whose derivative needs values
     **{
         (op, "self"): Rule(Need.PROPAGATE, _POINT)
         for op in ("Gelu", "Silu", "Hardswish", "Mish", "Softplus", "Elu", "Celu", "Glu")
     },
-    **{(op, "result"): Rule(Need.PROPAGATE, _OUTPUT) for op in ("Sigmoid", "Tanh", "Exp", "Elu1")},
-    **{(op, "self"): Rule(Need.PROPAGATE, _POINT) for op in ("Sin", "Cos", "Erf", "Pow")},
+    **{(op, "result"): Rule(Need.PROPAGATE, _OUTPUT) for op in ("Sigmoid", "Tanh", "Exp", "Elu1", "Expm1")},
+    **{(op, "self"): Rule(Need.PROPAGATE, _POINT) for op in ("Sin", "Cos", "Erf", "Pow", "Atan")},
+    # the derivative of both branches is 1/2 where they meet, so a sign that noise turns does no harm
+    ("LogSigmoid", "self"): Rule(Need.PROPAGATE, _POINT),
+    ("LogSigmoid", "buffer"): Rule(Need.PROPAGATE, _POINT),
     # softmax and losses
     ("Softmax", "result"): Rule(Need.PROPAGATE, _OUTPUT),
     ("SafeSoftmax", "result"): Rule(Need.PROPAGATE, _OUTPUT),
     ("LogSoftmax", "result"): Rule(Need.LOGARITHM, "backward takes the exponential of the output"),
+    **{
+        (op, slot): Rule(Need.PROPAGATE, _RESIDUAL)
+        for op in ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits")
+        for slot in ("self", "target")
+    },
+    ("Logsumexp", "self"): Rule(Need.EXPONENT, "backward takes the exponential of its difference to the result"),
+    ("Logsumexp", "result"): Rule(Need.EXACT, "fixes the scale of the exponentials"),
     ("NllLoss", "self"): Rule(Need.LOSSLESS, _SHAPE, codec=_shape_only),
     ("NllLoss", "target"): Rule(Need.LOSSLESS, _INDEX, codec=_targets),
     ("NllLoss", "total_weight"): Rule(Need.EXACT, "scales the whole gradient"),
@@ -254,11 +297,25 @@ RULES: dict[tuple[str, str], Rule] = {
         for kind in _ATTENTION
         for slot in ("logsumexp", "attn_mask")
     },
-    # elementwise products; the divisor stays exact, because noise near zero would explode
+    # elementwise products and quotients
     ("Mul", "self"): Rule(Need.PROPAGATE, _GATE, codec=_two_value),
     ("Mul", "other"): Rule(Need.PROPAGATE, _GATE, codec=_two_value),
     ("Div", "self"): Rule(Need.PROPAGATE, "enters the divisor's gradient linearly"),
-    ("Div", "other"): Rule(Need.EXACT, "a divisor: noise near zero would explode"),
+    ("Addcmul", "tensor1"): Rule(Need.PROPAGATE, _GATE),
+    ("Addcmul", "tensor2"): Rule(Need.PROPAGATE, _GATE),
+    ("Div", "other"): Rule(Need.RELATIVE, _DIVISOR),
+    **{(op, "self"): Rule(Need.RELATIVE, _DIVISOR) for op in ("Log", "Log2", "Log10")},
+    **{(op, "result"): Rule(Need.RELATIVE, _DIVISOR) for op in ("Sqrt", "Rsqrt", "Reciprocal")},
+    # twins that save the answers of comparisons
+    ("Amax", "places"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("Maximum", "not_below"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("Maximum", "not_above"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("ScatterReduce", "own"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("ScatterReduce", "found"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    # a recurrent layer's twin runs the layer again from its input, and noise there reaches every state
+    ("Recurrent", "input"): Rule(Need.PROPAGATE, "the layer is run again from it"),
+    ("Recurrent", "hx"): Rule(Need.EXACT, "the first state, of one step of many"),
+    ("Recurrent", "cx"): Rule(Need.EXACT, "the first state, of one step of many"),
     # pools, dropout masks, look-ups
     **{
         (op, "self"): Rule(Need.LOSSLESS, _SHAPE, codec=_shape_only)
@@ -266,7 +323,7 @@ RULES: dict[tuple[str, str], Rule] = {
             *("MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"),
             *("AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D"),
             *("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"),
-            *("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", "Gather"),
+            *("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", "Gather", "FftR2C", "MaskedSelect"),
         )
     },
     ("MaxPool2DWithIndices", "result1"): Rule(
@@ -279,6 +336,11 @@ RULES: dict[tuple[str, str], Rule] = {
     ("AdaptiveMaxPool3D", "result1"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_plane)),
     ("NativeDropout", "result1"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
     ("Where", "condition"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("MaskedSelect", "mask"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
+    ("IndexAdd", "source"): Rule(Need.LOSSLESS, _SHAPE, codec=_shape_only),
+    # the gradient of a grid is a difference of the values around each place; a place that moves reads others
+    **{(f"GridSampler{d}D", "input"): Rule(Need.PROPAGATE, _GATE, spatial=True) for d in (2, 3)},
+    **{(f"GridSampler{d}D", "grid"): Rule(Need.EXACT, "says which values are read") for d in (2, 3)},
     ("MaskedFill", "mask"): Rule(Need.LOSSLESS, _BOOL, codec=_boolean),
     ("Embedding", "indices"): Rule(
         Need.LOSSLESS, _INDEX, codec=_below(lambda slot: int(slot.scalar("weight_sym_argsize_0")))
@@ -286,23 +348,86 @@ RULES: dict[tuple[str, str], Rule] = {
     ("Gather", "index"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_gathered)),
     ("IndexSelect", "index"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_dim)),
     ("Index", "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_indexed, negative=True)),
-    ("Max", "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_dim)),
-    ("Sort", "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_dim)),
-    ("Topk", "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_dim)),
+    **{
+        (op, "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_dim))
+        for op in ("Max", "Min", "Kthvalue", "Sort", "Topk")
+    },
+    **{
+        (op, "index"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_along_result))
+        for op in ("Scatter", "Scatter1", "ScatterAdd", "ScatterReduce", "IndexAdd")
+    },
+    # of a sum and of a mean only the number of terms counts; of a maximum exact values are compared
+    **{
+        ("ScatterReduce", slot): Rule(Need.LOSSLESS, "a sum or a mean: only the shape is read", codec=_of_sums)
+        for slot in ("self", "src", "result")
+    },
+    # gradients of gradients, as a gradient penalty has them
+    ("ConvolutionBackward", "grad_output"): Rule(Need.LINEAR, _CONV, spatial=True),
+    ("ConvolutionBackward", "input"): Rule(Need.PROPAGATE, _SECOND, spatial=True),
+    ("LeakyReluBackward", "self"): Rule(Need.LOSSLESS, "only the sign is read", codec=_band(0.0, math.inf, nan=False)),
+    ("ThresholdBackward", "self"): Rule(Need.LOSSLESS, "only the side is read", codec=_band("threshold", math.inf)),
+    **{
+        (f"{op}Backward", slot): Rule(Need.PROPAGATE, _SECOND)
+        for op, slots in (
+            *(("Sigmoid", ("grad_output", "output")), ("Tanh", ("grad_output", "output"))),
+            *(("Gelu", ("grad_output", "self")), ("Softplus", ("grad_output", "self"))),
+        )
+        for slot in slots
+    },
+    ("MaxPool2DWithIndicesBackward", "indices"): Rule(Need.LOSSLESS, _INDEX, codec=_below(_plane_of_result)),
 }
 
 
+_ACT = "the derivative at it multiplies the gradient that flows on"
+_SCORES = "scores pass through the exponential of softmax"
+
+# Functions of other packages, by package, class and the number of the tensor in save_for_backward. A class of the same
+# name in another package may save other things. What is not listed (statistics, sequence lengths, states of random
+# numbers, gradients that a loss has computed in its forward) stays exact. Orders were read in the sources of
+# flash-attn 2 and 3 and of Liger-Kernel, which were not run; that of transformers was.
+_PACKAGES: dict[tuple[str, str], dict[str, Rule]] = {
+    ("transformers", "GeLUFunction"): {"tensors[0]": Rule(Need.PROPAGATE, _ACT)},
+    **{
+        (package, f"FlashAttn{kind}Func"): {f"tensors[{i}]": Rule(Need.EXPONENT, _SCORES) for i in range(4)}
+        for package in ("flash_attn", "flash_attn_interface", "flash_attn_3")
+        for kind in ("", "Varlen")
+    },
+    **{
+        ("liger_kernel", f"Liger{kind}Function"): {"tensors[0]": Rule(Need.PROPAGATE, _NORM)}
+        for kind in ("RMSNorm", "LayerNorm")
+    },
+    **{
+        ("liger_kernel", f"Liger{kind}MulFunction"): {f"tensors[{i}]": Rule(Need.PROPAGATE, _ACT) for i in range(2)}
+        for kind in ("SiLU", "GELU")
+    },
+}
+WRITES_IN_PLACE = frozenset({"liger_kernel"})
+"""Packages whose functions put their results into what backward is given: none of them may be run on the side."""
+
 _ACTIVATION = Rule(Need.PROPAGATE, "multiplies another activation: its noise reaches what made that one")
 _FEW = Rule(Need.EXACT, "so few values share a statistic that the gradient is a difference of nearly equal terms")
-_FACTOR_EDGE = {("Mm", "self"): 1, ("Addmm", "mat1"): 2}  # where the other factor's gradient goes
+_FACTOR_EDGE = {
+    ("Mm", "self"): 1,
+    ("Addmm", "mat1"): 2,
+    ("GroupedMm", "self"): 1,
+}  # where the other factor's gradient goes
 _FROZEN_CONV = Rule(Need.LOSSLESS, "the weight is frozen: only the shape is read", codec=_shape_only)
-_DERIVED_WEIGHT = Rule(Need.EXACT, "a weight made by other ops: its noise would reach every earlier layer")
-_ROOT = Rule(Need.EXACT, "not a whole power: noise around zero would explode or leave its domain")
+_CONSTANT_INPUT = Rule(Need.LOSSLESS, "the input needs no gradient: only the shape is read", codec=_shape_only)
+_DERIVED_WEIGHT = Rule(Need.EXPONENT, _WEIGHT)
+_ROOT = Rule(Need.RELATIVE, "not a whole power: noise around zero would explode or leave its domain")
+_STEEP = Rule(Need.EXACT, "a steep power multiplies a relative error")
+_FROZEN_GRID = Rule(Need.LOSSLESS, "the grid needs no gradient: only the shape is read", codec=_shape_only)
+_OTHER_LENGTH = Rule(Need.EXACT, "a length of another kind: signs, powers or comparisons are read")
+_NO_WEIGHT_GRADIENT = Rule(Need.LOSSLESS, "no weight gradient was made: only the shape is read", codec=_shape_only)
 
 
 # A norm takes two directions out of the gradient. Of two values that share a statistic nothing is left, and of a few
 # little, while the noise stays: at 8 bits some networks err by a fifth with 4 values, none by a tenth with 8.
 _LEAST_SHARING = 8
+
+
+# The derivative of x**p is p * x**(p - 1): a relative error of bfloat16, 1/256 at most, grows to (p - 1) / 256.
+_STEEPEST = 4
 
 
 # Rules that users register for functions of their own. A function is defined for a whole process, and so is its rule.
@@ -330,6 +455,7 @@ def register_rule(
     - ``"propagate"``: noise reaches every earlier layer, like the input of an activation or a norm;
     - ``"exponent"``: an exponential is taken of it, like queries and keys of attention;
     - ``"logarithm"``: it is a log-probability;
+    - ``"relative"``: it is a divisor, or the like: every value needs relative precision;
     - ``"lossless"``: ``codec`` gives back exactly what is read, such as ``Mask()`` where only the sign is, or
       ``ShapeOnly()`` where only the shape is.
 
@@ -388,9 +514,15 @@ def rule_for(slot: Slot) -> Rule | None:
     if rule is None:
         if (rule := RULES.get((op, name.partition("[")[0]))) is None:
             of, registered = _registered.get((op, name), (None, None))
-            return registered if of is None or slot.is_of(of) else None
+            if registered is not None:
+                return registered if of is None or slot.is_of(of) else None
+            return _PACKAGES.get((slot.package, op), {}).get(name)
     elif op == "Convolution":
+        if name == "weight":
+            return rule if slot.needs_grad(0) else _CONSTANT_INPUT
         return rule if slot.needs_grad(1) else _FROZEN_CONV
+    elif op == "ConvolutionBackward":
+        return _second_convolution(slot, rule)
     elif name == "mat2" and slot.call == "linear":
         return _DERIVED_WEIGHT
     elif rule.need is Need.LINEAR:
@@ -399,6 +531,26 @@ def rule_for(slot: Slot) -> Rule | None:
             return _ACTIVATION
     elif rule.sharing is not None:
         return _FEW if 0 < rule.sharing(slot) < _LEAST_SHARING else rule
-    elif op == "Pow" and not (float(exponent := slot.scalar("exponent")) >= 1 and float(exponent).is_integer()):
-        return _ROOT
+    elif (op, name) == ("LinalgVectorNorm", "self"):
+        return rule if float(slot.scalar("ord")) == 2 else _OTHER_LENGTH
+    elif op.startswith("GridSampler") and name == "input":
+        return rule if slot.needs_grad(1) else _FROZEN_GRID
+    elif op == "Pow" and not ((exponent := float(slot.scalar("exponent"))) >= 1 and exponent.is_integer()):
+        return _ROOT if abs(exponent - 1) <= _STEEPEST else _STEEP
+    return rule
+
+
+def _second_convolution(slot: Slot, rule: Rule) -> Rule:
+    """Backward of a convolution's backward, where the gradient of the weight may not have been asked for.
+
+    With ``gI`` and ``gW`` for what arrives at the gradients of input and weight, the input's gradient is made of
+    ``gW`` and ``grad_output``, the weight's of ``gI`` and ``grad_output``, and that of ``grad_output`` of ``gI`` and
+    the weight, and of ``gW`` and the input. Without ``gW`` only the weight's gradient reads ``grad_output``, and nobody
+    reads the input.
+    """
+    has_weight_gradient = len(slot.result_shape(1)) > 0
+    if slot.site.slot == "input":
+        return rule if has_weight_gradient else _NO_WEIGHT_GRADIENT
+    if slot.site.slot == "grad_output" and has_weight_gradient:
+        return RULES["ConvolutionBackward", "input"]
     return rule

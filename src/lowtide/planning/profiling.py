@@ -568,7 +568,7 @@ def _formula(use: Use) -> tuple[Offer, ...]:
 
     The range of 256 such values is about 5.7 of their deviations, and a dithered value errs uniformly over a step.
     """
-    if use.need is Need.LOGARITHM:
+    if use.need >= Need.LOGARITHM:
         return (Offer(Cast("bfloat16"), 2.0**-18),)
     spread = 5.7**2 / 12 / (2 if use.rectified else 1)
     offers = [

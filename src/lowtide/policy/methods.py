@@ -70,8 +70,8 @@ def _bits(use: Use, bits: int, propagating: int | None) -> int:
 
 
 def _groups(use: Use, bits: int, group: int, propagating: int | None) -> Codec:
-    """Groups of random rounding; log-probabilities as bfloat16, which is finest near zero."""
-    if use.need is Need.LOGARITHM:
+    """Groups of random rounding; log-probabilities and divisors as bfloat16, which is finest near zero."""
+    if use.need >= Need.LOGARITHM:
         return Cast("bfloat16")
     return GroupQuant(_bits(use, bits, propagating), group, "sample" if use.dims else "row")
 
@@ -160,7 +160,7 @@ class Division(Method):
 
     def choose(self, use: Use) -> Choice:
         """Block means where there are maps."""
-        if use.dims and max(use.meta.shape[2:]) > 1 and use.need is not Need.LOGARITHM:
+        if use.dims and max(use.meta.shape[2:]) > 1 and use.need < Need.LOGARITHM:
             bits = _bits(use, self.bits, self.propagating_bits)
             return Choice.store(BlockMean(self.block, use.dims, bits, self.group, self.faithful))
         return Choice.store(_groups(use, self.bits, self.group, self.propagating_bits))
@@ -333,7 +333,7 @@ class Auto(Method):
 
     def choose(self, use: Use) -> Choice:
         """Until more is known: groups with the bits that each need takes."""
-        if use.need is Need.LOGARITHM:
+        if use.need >= Need.LOGARITHM:
             return Choice.store(Cast("bfloat16"))
         return Choice.store(groups_for(use, _bits(use, 2, None), self.group))
 
@@ -357,8 +357,8 @@ class CastAll(Method):
         Cast(self.dtype, self.group)
 
     def choose(self, use: Use) -> Choice:
-        """One type for all; what passes through an exponential keeps at least 16 bits."""
-        if use.need in (Need.EXPONENT, Need.LOGARITHM) and self.dtype.startswith("float8"):
+        """One type for all; what passes through an exponential keeps at least 16 bits, a divisor its exponent."""
+        if use.need is Need.RELATIVE or (use.need >= Need.EXPONENT and self.dtype.startswith("float8")):
             return Choice.store(Cast("bfloat16"))
         return Choice.store(Cast(self.dtype, self.group))
 

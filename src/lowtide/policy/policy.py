@@ -11,6 +11,8 @@ from ..codecs import Cast, Codec, GroupQuant, Raw
 from ..codecs.groups import BITS
 from ..graph import capture
 from ..graph.capture import Site
+from ..graph.rules import Need
+from ..graph.thrift import thriftier
 from .choice import Action, Choice
 from .methods import Method, Planned
 from .plan import Plan
@@ -23,6 +25,7 @@ Demand = Callable[[Use, Choice], Choice]
 BOUNDARY_BITS = 8
 """For what a checkpoint keeps; measured in docs/checkpointing.md."""
 
+_DIVISOR = Cast("bfloat16")
 _SMALL = Choice.store(Raw(), why="small")
 _REMEMBERED = 4096
 
@@ -83,9 +86,11 @@ class Policy:
     @property
     def twin(
         self,
-    ) -> Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any] | None] | None:
-        """The method's twins, if it has any."""
-        return None if type(self._twins).twin is Method.twin else self._twins.twin
+    ) -> Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any] | None]:
+        """The method's twins, if it has any, before those that serve every method."""
+        if type(self._twins).twin is Method.twin:
+            return thriftier
+        return lambda func, args, kwargs: self._twins.twin(func, args, kwargs) or thriftier(func, args, kwargs)
 
     def ignores(self, numel: int, storage_numel: int) -> bool:
         """Is a tensor too small to bother? Not if it would keep a much larger storage alive."""
@@ -97,7 +102,8 @@ class Policy:
             return _SMALL
         if self._sharing:
             use = use._replace(sharing=self._sharing.get(use.sites[0], use.sharing))
-        if self.derive and use.derivable and use.source_need >= use.need and use.source_bits >= use.least_bits:
+        rebuilds = self.derive and use.derivable and use.need is not Need.RELATIVE
+        if rebuilds and use.source_need >= use.need and use.source_bits >= use.least_bits:
             choice = Choice.rebuild()
         else:
             choice = self._method_chooses(use)
@@ -118,7 +124,7 @@ class Policy:
             if len(self._remembered) >= _REMEMBERED:  # shapes that change from step to step
                 self._remembered.clear()
                 self.decided.clear()  # or `like` would not learn again of what is decided without a question
-            choice = self._remembered[use] = self.method.choose(use)
+            choice = self._remembered[use] = _safe(use, self.method.choose(use))
         return choice
 
     def _at_boundary(self, use: Use, choice: Choice) -> Choice:
@@ -174,3 +180,11 @@ class Policy:
             return choice if demand is None else demand(use, choice)
 
         self.demand = spare
+
+
+def _safe(use: Use, choice: Choice) -> Choice:
+    """No method rounds a divisor by a step: bfloat16 has the exponents of float32, so its error is relative."""
+    codec = choice.codec
+    if use.need is not Need.RELATIVE or codec is None or codec.exact or codec == _DIVISOR:
+        return choice
+    return Choice.store(_DIVISOR, choice.home)

@@ -11,7 +11,10 @@ from ..graph.rules import Need
 
 # Bits by need, measured (docs/design.md, "Bits by need"): values whose noise reaches every earlier layer get at least 4
 # bits, those that pass through an exponential at least 8, and log-probabilities more than codes can give.
-_FLOOR = {Need.LOSSLESS: 1, Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 4, Need.EXPONENT: 8, Need.LOGARITHM: 16}
+_FLOOR = {
+    **{Need.LOSSLESS: 1, Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 4, Need.EXPONENT: 8},
+    **{Need.LOGARITHM: 16, Need.RELATIVE: 16},
+}
 
 _TOLERATED = 0.03
 

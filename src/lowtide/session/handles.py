@@ -23,6 +23,7 @@ from ..graph import capture
 from ..graph.capture import Site
 from ..graph.derive import PIECE, Affine, Origin, Term, pieces
 from ..graph.rules import Need
+from ..graph.weights import Made
 from ..kernels import ops
 from ..policy.use import least_bits
 from .ledger import SHAPE_ONLY, Entry
@@ -313,6 +314,39 @@ class Recast:
             )
         copy = parameter.detach().to(self.dtype)
         return copy.t() if self.transposed else copy
+
+
+class Remade:
+    """A weight that was made of parameters, made again from them; a change of one in between is an error."""
+
+    __slots__ = ("fingerprints", "made", "meta", "of_weight", "offset", "versions")
+
+    def __init__(self, made: Made, weight: Tensor) -> None:
+        self.made = made
+        self.of_weight = Shape(weight)  # complains if somebody changes the weight itself
+        self.meta, self.offset = TensorMeta.of(weight), weight.storage_offset()
+        self.versions = self._versions()
+        self.fingerprints = self._fingerprints()
+
+    def _versions(self) -> list[int]:
+        return [capture.version_of(source) for source in self.made.sources]
+
+    def _fingerprints(self) -> list[int]:
+        return [capture.fingerprint(source) for source in self.made.sources if capture.has_data(source)]
+
+    def unpack(self) -> Tensor:
+        """The weight, made again."""
+        self.of_weight.require_unchanged()
+        if self._versions() != self.versions or self._fingerprints() != self.fingerprints:
+            shape = tuple(self.made.sources[0].shape)
+            raise RuntimeError(
+                f"a parameter of shape {shape} was modified by an inplace operation (an optimizer step?) or through "
+                ".data between forward and backward; lowtide makes the weight that was computed from it again for "
+                "backward instead of keeping it, so call backward first"
+            )
+        whole = self.made.make(*self.made.sources)
+        shape, stride, _ = self.meta
+        return whole.as_strided(shape, stride, self.offset)
 
 
 class Shape:

@@ -14,6 +14,8 @@ from ..graph.capture import Site
 from ..report import COMPRESSED, EXACT, HELD, SHARED, SiteReport
 
 SHAPE_ONLY = ShapeOnly()
+REMADE = "remade"
+"""In place of a codec, for a weight that is made again from parameters."""
 
 
 class Entry:
@@ -70,7 +72,7 @@ class Ledger:
     def close(self) -> None:
         """The forward is over: storages of which only the shape was kept, and that still live, are held by others."""
         for storage, entry in self._known.values():
-            if entry.codecs == (SHAPE_ONLY,) and storage() is not None:
+            if entry.codecs in ((SHAPE_ONLY,), (REMADE,)) and storage() is not None:
                 entry.left()
         self._known.clear()
 

@@ -20,6 +20,7 @@ from ..graph import capture, shards
 from ..graph.capture import Capture, Site, Slot
 from ..graph.derive import Origin, origin_of
 from ..graph.rules import Need, rule_for
+from ..graph.weights import WEIGHTS, made_of_parameters
 from ..policy.choice import Choice
 from ..policy.methods import Method
 from ..policy.plan import Plan
@@ -34,13 +35,14 @@ from .handles import (
     Handle,
     Recast,
     Reference,
+    Remade,
     Shape,
     boundary_consumer,
     holding,
     laid_out,
     roots_of,
 )
-from .ledger import SHAPE_ONLY, Entry, Ledger
+from .ledger import REMADE, SHAPE_ONLY, Entry, Ledger
 from .memory import Memory
 from .noise import forward_noise
 from .packing import Packer
@@ -246,6 +248,8 @@ class Session:
             return
         if tensor.dtype in _HALVES and self._recast(slot, identity):
             return
+        if (slot.site.op, slot.site.slot) in WEIGHTS and self._remake(slot, identity):
+            return
         try:
             rule = rule_for(slot)
             lossless = None if rule is None or rule.codec is None else rule.codec(slot)
@@ -400,6 +404,17 @@ class Session:
             entry.compressed(0, "recast")
         return True
 
+    def _remake(self, slot: Slot, identity: int) -> bool:
+        made = made_of_parameters(slot.tensor) if self._pending(identity) is None else None
+        if made is None:
+            return False
+        entry = self._count(slot, identity, "a weight made of parameters: made again when needed", needs_values=False)
+        remade = Remade(made, slot.tensor)
+        slot.hook(lambda _: remade, Remade.unpack)
+        if entry.codecs == (SHAPE_ONLY,):
+            entry.compressed(0, REMADE)
+        return True
+
     def _count(
         self,
         slot: Slot,
@@ -425,7 +440,7 @@ class Session:
                 entry.compressed(0, SHAPE_ONLY)
             return entry
         self._ledger.shared(slot.site, meta, entry.site)
-        if needs_values and entry.codecs == (SHAPE_ONLY,):
+        if needs_values and entry.codecs in ((SHAPE_ONLY,), (REMADE,)):
             entry.exact(why)
         if kept:
             entry.kept = f"{slot.site.op}.{slot.site.slot} keeps it: {why}"

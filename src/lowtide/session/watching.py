@@ -11,13 +11,14 @@ from torch import Tensor
 from ..codecs.base import layout_of
 from ..graph import capture, shards
 from ..graph.capture import Slot
+from ..graph.rules import WRITES_IN_PLACE
 from ..policy.tuners.base import Arrived, Tuner, Wanted
 from .handles import Consumer, Reference, fresh
 
 Unpack = Callable[[Reference], Tensor]
 
-_FACTOR = {"Convolution": 1, "Addmm": 2, "Mm": 1, "Linear": 1}
-"""Which input of a linear op is the other factor, the weight."""
+_FACTOR = {"Convolution": 1, "Addmm": 2, "Mm": 1, "Linear": 1, "GroupedMm": 1}
+"""Which input of a linear op is the other factor, the weight. Other linear ops are tried with noise."""
 
 _PERIOD = 65_537
 """Values after which the noise of a trial repeats; a prime, so that it does not fall in step with rows or maps."""
@@ -28,17 +29,16 @@ def watch(slot: Slot, consumer: Consumer, reference: Reference, tuner: Tuner, un
     site, kind = consumer.site, tuner.wants(consumer.site, consumer.need)
     if kind is Wanted.GRADIENT:
         slot.watch(lambda g: tuner.observe(site, shards.local_of(g)) if capture.has_data(g) else None)
-    elif kind is Wanted.FACTOR:
-        edge = _FACTOR.get(site.op)
-        if edge is not None:
+    elif kind is Wanted.FACTOR and (edge := _FACTOR.get(site.op)) is not None:
 
-            def see(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
-                factor, gradient = inputs[edge], outputs[0]
-                if factor is not None and gradient is not None and capture.has_data(gradient):
-                    tuner.observe_factor(site, shards.local_of(gradient), shards.local_of(factor))
+        def see(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
+            factor, gradient = inputs[edge], outputs[0]
+            if factor is not None and gradient is not None and capture.has_data(gradient):
+                tuner.observe_factor(site, shards.local_of(gradient), shards.local_of(factor))
 
-            slot.watch_inputs(see)
-    elif kind is Wanted.PROBE and not slot.is_part:  # other ranks might not run it, and it may wait for them
+        slot.watch_inputs(see)
+    elif kind is not Wanted.NOTHING and slot.package not in WRITES_IN_PLACE and not slot.is_part:
+        # Other ranks might not try a part of a distributed tensor, and the op may wait for them.
         return _Probe(slot, consumer, tuner, unpack).read
     return unpack
 

@@ -299,6 +299,8 @@ class MixTuner(Probed):
             error = 0.0 if seen is None else seen.error
             channel = 1 if site.op == "Convolution" else gradient.dim() - 1
             columns = factor.numel() / max(1, gradient.shape[channel])
+            if site.op == "GroupedMm":
+                columns /= factor.shape[0]  # each row of the input is read for one of the weights
             others = [d for d in range(gradient.dim()) if d != channel]
             aligned = _square(gradient.detach().sum(others, dtype=torch.float32)) / square if square > 0 else 1.0
             # The gradient seen has the noise of this step in it.

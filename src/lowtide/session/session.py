@@ -43,6 +43,7 @@ from .ledger import SHAPE_ONLY, Entry, Ledger
 from .memory import Memory
 from .noise import forward_noise
 from .packing import Packer
+from .recomputing import Recomputed
 from .replay import Sketch, gradients
 from .watching import watch
 
@@ -72,6 +73,7 @@ class Session:
         self._memory = Memory(policy) if memory is None else memory
         self._rebuilds = policy.rebuilds
         self._packer = Packer(policy)
+        self._recomputed = Recomputed(model, policy.method.checkpoints)
         self._probing = False
         self._repeated: tuple[Callable[[], Tensor], int] | None = None
         self._abilities = capture.probe()
@@ -128,10 +130,12 @@ class Session:
         self._capture.__enter__()
         self._entered = 1
         self._thread = threading.get_ident()
+        self._recomputed.open()
 
     def _close(self) -> None:
         """Stop watching; encode what nobody holds, and note what somebody does."""
         self._entered = 0
+        self._recomputed.close()
         if self._capture is not None:
             self._capture.__exit__(None, None, None)
             self._capture = None  # it refers to us: a cycle would wait for the garbage collector
@@ -481,7 +485,8 @@ class Session:
         Each tensor is listed at every site that saved it. Masks, indices and shapes are not listed, because every
         method keeps them losslessly, and neither are small tensors.
         """
-        return Plan({site: choice for use, choice in self._packer.chosen for site in use.sites}, str(self.method))
+        choices = {site: choice for use, choice in self._packer.chosen for site in use.sites}
+        return Plan(choices, str(self.method), self.method.checkpoints)
 
     def ambiguous(self) -> set[Site]:
         """Sites that several forwards of the session saved and that were treated differently; a plan has the last."""

@@ -59,6 +59,7 @@ def fit(
     method: str = "plan",
     allow: Iterable[str] = ("compress", "rebuild"),
     blocks: str | Iterable[str] = (),
+    solver: str = "greedy",
     optimizer: torch.optim.Optimizer | None = None,
     most: int = _MOST,
     measure: bool = True,
@@ -71,7 +72,7 @@ def fit(
     torch functions has no data then. Without a budget the free memory of the model's device counts. ``method`` is
     "plan", or "plain" for the largest size of an ordinary step. No tensor gets fewer than 2 bits. With ``run`` a real
     step of that size runs in a child process, and the result has its peak and time. ``measure`` is that of
-    :func:`profile`, ``allow`` and ``blocks`` are those of :func:`plan`.
+    :func:`profile`, ``allow``, ``blocks`` and ``solver`` are those of :func:`plan`.
 
     >>> import torch, lowtide
     >>> layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
@@ -124,16 +125,17 @@ def fit(
             budget_for(peak),
         )
     peak, found = known[best, measure]
-    made = None if method == "plain" else plan(found, given, allow=allowed, blocks=named)
+    made = None if method == "plain" else plan(found, given, allow=allowed, blocks=named, solver=solver)
     verification = None
     if run:
         batch = make_batch(best)
         if made is not None and found.peak < available_nbytes() // 2:  # it can be measured what noise does
             measured = profile(model, batch, loss_fn, optimizer=optimizer)
-            made = plan(measured, given, allow=allowed, blocks=named)
+            made = plan(measured, given, allow=allowed, blocks=named, solver=solver)
         verification = verify(
             *(made, model, batch, loss_fn),
             plain=found.peak < available_nbytes() // 2,
+            beside=found.optimizer_nbytes,
             predicted_peak=peak if made is None or made.predicted is None else made.predicted.peak,
         )
     peak = peak if made is None or made.predicted is None else made.predicted.peak

@@ -97,6 +97,8 @@ class Prediction:
     added_seconds: float
     step_seconds: float | None
     """Of the plain step, as it was recorded; None without data."""
+    optimizer_nbytes: int = 0
+    """What the optimizer keeps, which is part of all peaks."""
 
     @property
     def slowdown(self) -> float | None:
@@ -142,6 +144,7 @@ class BudgetPlan(Plan):
         expected = self.predicted
         return verifying.verify(
             *(self, model, batch, loss_fn),
+            beside=0 if expected is None else expected.optimizer_nbytes,
             predicted_peak=None if expected is None else expected.peak,
             predicted_error=None if expected is None else expected.error,
             predicted_slowdown=None if expected is None else expected.slowdown,
@@ -428,6 +431,7 @@ class Problem:
             error=None if self.profile.fake else self.error(picks),
             added_seconds=found.seconds + self.recomputed * self.profile.step_seconds,
             step_seconds=self.profile.step_seconds or None,
+            optimizer_nbytes=self.profile.optimizer_nbytes,
         )
         paths = tuple(part.path for part in self.parts)
         return BudgetPlan(chosen, f"plan for {limit}", paths, predicted, self.profile.model, limit)

@@ -79,16 +79,18 @@ def verify(
     *,
     plain: bool = True,
     steps: int = _STEPS,
+    beside: int = 0,
     predicted_peak: int | None = None,
     predicted_error: float | None = None,
     predicted_slowdown: float | None = None,
 ) -> Verification:
     """Run a plan or a method by its name, or with None a plain step, and measure it; ``plain`` runs that beside it.
 
-    The fastest of so many ``steps`` tells the time; with 0 of them nothing is timed.
+    The fastest of so many ``steps`` tells the time; with 0 of them nothing is timed. ``beside`` are bytes that count
+    with every peak though they are not there in these steps, such as an optimizer's.
     """
     loss_fn = default_loss(batch) if loss_fn is None else loss_fn
-    rest = _rest(model, batch)
+    rest = _rest(model, batch) + beside
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         path = Path(folder) / "step"
         _send((model, batch, loss_fn, plan), path)

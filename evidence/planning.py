@@ -1,11 +1,12 @@
 """Plans under budgets, measured: peak, time and gradient error beside what was predicted, and beside other ways.
 
     python -m evidence.planning steps            rows of real steps, each mode in processes of its own
+    python -m evidence.planning blocks           the smallest peaks with and without checkpoints, computed without data
     python -m evidence.planning fit              the largest batch for 2 GiB, each verified by a real step
     python -m evidence.planning sizes            what fits cards of the papers' sizes, computed without data
     python -m evidence.planning page             docs/planning.md and its figure from the rows
 
-Rows are added to ``evidence/results/planning.csv``, ``fits.csv`` and ``sizes.csv``, each as soon as it is there; what
+Rows are added to ``evidence/results/planning.csv``, ``blocks.csv``, ``fits.csv`` and ``sizes.csv``, each as soon as it is there; what
 is there already is not run again. ``--subjects`` and ``--rows`` choose some of them, and ``--again`` measures those
 anew. ``make evidence-plan`` runs all of it.
 """
@@ -27,10 +28,13 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from benchmarks.nets import Bottleneck, DoubleConv, UNet3d, resnet50
 from evidence.fidelity import RESULTS, environment
-from lowtide.planning.planner import budget_for
+from lowtide.planning.checkpoints import candidates
+from lowtide.planning.checkpoints import checkpointed as with_checkpoints
+from lowtide.planning.planner import Problem, budget_for
+from lowtide.planning.solvers import path
 from lowtide.planning.verifying import verify
 
-STEPS, FITS, SIZES = (RESULTS / name for name in ("planning.csv", "fits.csv", "sizes.csv"))
+STEPS, BLOCKS, FITS, SIZES = (RESULTS / f"{name}.csv" for name in ("planning", "blocks", "fits", "sizes"))
 PARTS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.0)
 """Budgets as parts of the plain peak; 0 stands for the smallest possible."""
 MODES = ("plain", "division", "actnn", "auto", "checkpoint", "save_on_cpu")
@@ -236,6 +240,27 @@ def _row(name: str, mode: str, part: str, plan: lowtide.BudgetPlan | None, found
     }
 
 
+def blocks(names: list[str]) -> None:
+    """What is predicted of checkpoints, of plans, and of both together, from one step without data."""
+    done = {row["subject"] for row in read(BLOCKS)}
+    for name in names:
+        if name in done:
+            continue
+        subject = SUBJECTS[name]
+        profile = lowtide.profile(subject.model(), subject.make(subject.size), subject.loss, fake=True)
+        parts = candidates(profile)
+        row = {
+            "subject": name,
+            "blocks": len(parts),
+            "plain": profile.peak,
+            "checkpoint": with_checkpoints(profile, parts).peak,
+        }
+        for allow in (*PLANS.values(), ("checkpoint",)):
+            key = "checkpoint_least" if allow == ("checkpoint",) else "+".join(allow)
+            row[key] = min(s.peak for p in Problem.all(profile, allow) for s in path(p.base, p.items))
+        add(BLOCKS, row)
+
+
 def fits(names: list[str], chosen: list[str], budget: str = "2 GiB") -> None:
     """The largest batch for a budget, each verified by a real step, which is not timed."""
     done = {(row["subject"], row["way"]) for row in read(FITS)}
@@ -262,7 +287,7 @@ def fits(names: list[str], chosen: list[str], budget: str = "2 GiB") -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["steps", "fit", "sizes", "page"])
+    parser.add_argument("what", choices=["steps", "blocks", "fit", "sizes", "page"])
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     rows = [*MODES, *PLANS]
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, help="those of steps and fit")
@@ -270,10 +295,12 @@ def main() -> None:
     arguments = parser.parse_args()
     names, chosen = arguments.subjects, arguments.rows
     if arguments.again and arguments.what in ("steps", "fit"):
-        path, key = (STEPS, "mode") if arguments.what == "steps" else (FITS, "way")
-        without(path, lambda row: row["subject"] in names and row[key] in chosen)
+        file, key = (STEPS, "mode") if arguments.what == "steps" else (FITS, "way")
+        without(file, lambda row: row["subject"] in names and row[key] in chosen)
     if arguments.what == "steps":
         steps(names, chosen)
+    elif arguments.what == "blocks":
+        blocks(names)
     elif arguments.what == "fit":
         fits(names, chosen)
     elif arguments.what == "sizes":

@@ -6,9 +6,9 @@
     python -m evidence.planning sizes            what fits cards of the papers' sizes, computed without data
     python -m evidence.planning page             docs/planning.md and its figure from the rows
 
-Rows are added to ``evidence/results/planning.csv``, ``blocks.csv``, ``fits.csv`` and ``sizes.csv``, each as soon as it is there; what
-is there already is not run again. ``--subjects`` and ``--rows`` choose some of them, and ``--again`` measures those
-anew. ``make evidence-plan`` runs all of it.
+Rows are added to ``evidence/results/planning.csv``, ``blocks.csv``, ``fits.csv`` and ``sizes.csv``, each as soon as it
+is there; what is there already is not run again. ``--subjects`` and ``--rows`` choose some of them, and ``--again``
+measures those anew. ``make evidence-plan`` runs all of it.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def blocks(names: list[str]) -> None:
         if name in done:
             continue
         subject = SUBJECTS[name]
-        profile = lowtide.profile(subject.model(), subject.make(subject.size), subject.loss, fake=True)
+        profile = lowtide.profile(subject.model(), subject.make(subject.size), subject.loss, fake=True, measure=False)
         parts = candidates(profile)
         row = {
             "subject": name,

@@ -169,7 +169,8 @@ def _blocks(rows: list[Row]) -> str:
     ]
     return (
         "## Smallest peaks with and without checkpoints\n\n**Computed**, in MiB, for the batches above, from one step "
-        "without data, beside what real steps measured. On the right the smallest peaks of plans that may compress and "
+        "without data and without what operators take inside themselves, which convolutions do; beside it what real "
+        "steps measured. On the right the smallest peaks of plans that may compress and "
         "rebuild (2 bits at least, whatever the error), run blocks again, or both.\n\n"
         f"{_table(head, lines)}\n\n{_where(rows)}\n"
     )

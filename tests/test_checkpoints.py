@@ -49,6 +49,17 @@ class Attending(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
+class Shifted(nn.Module):
+    """None of its own nodes saves what it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.sigmoid(self.linear(x + 1))
+
+
 class Stack(nn.Module):
     def __init__(self, blocks, stem, head) -> None:
         super().__init__()
@@ -73,6 +84,12 @@ def attention():
     return model, torch.randn(8, 64, 16), lambda m, x: m(x, scale=torch.full((), 0.5)).sum()
 
 
+def shifted():
+    torch.manual_seed(0)
+    model = Stack([Shifted(64) for _ in range(4)], nn.Linear(16, 64), nn.Linear(64, 64))
+    return model, torch.randn(512, 16), lambda m, x: m(x).sum()
+
+
 def half():
     model, x, loss = attention()
 
@@ -83,7 +100,7 @@ def half():
     return model, x, autocast
 
 
-CASES = {case.__name__: case for case in (convolutions, attention, half)}
+CASES = {case.__name__: case for case in (convolutions, attention, shifted, half)}
 
 
 def step_of(model, x, loss, plan):

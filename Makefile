@@ -58,6 +58,7 @@ evidence-fidelity: $(EVIDENCE)
 
 evidence-plan: $(EVIDENCE)
 	$(BIN)/python -m evidence.planning steps
+	$(BIN)/python -m evidence.planning blocks
 	$(BIN)/python -m evidence.planning fit
 	$(BIN)/python -m evidence.planning sizes
 	$(BIN)/python -m evidence.planning page

@@ -1,12 +1,14 @@
 """Plans under budgets, measured: peak, time and gradient error beside what was predicted, and beside other ways.
 
     python -m evidence.planning steps            rows of real steps, each mode in processes of its own
+    python -m evidence.planning blocks           the smallest peaks with and without checkpoints, computed without data
     python -m evidence.planning fit              the largest batch for 2 GiB, each verified by a real step
     python -m evidence.planning sizes            what fits cards of the papers' sizes, computed without data
     python -m evidence.planning page             docs/planning.md and its figure from the rows
 
-Rows are added to ``evidence/results/planning.csv``, ``fits.csv`` and ``sizes.csv``; what is there already is not run
-again. ``make evidence-plan`` runs all of it.
+Rows are added to ``evidence/results/planning.csv``, ``blocks.csv``, ``fits.csv`` and ``sizes.csv``, each as soon as it
+is there; what is there already is not run again. ``--subjects`` and ``--rows`` choose some of them, and ``--again``
+measures those anew. ``make evidence-plan`` runs all of it.
 """
 
 from __future__ import annotations
@@ -26,13 +28,19 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from benchmarks.nets import Bottleneck, DoubleConv, UNet3d, resnet50
 from evidence.fidelity import RESULTS, environment
-from lowtide.planning.planner import budget_for
+from lowtide.planning.checkpoints import candidates
+from lowtide.planning.checkpoints import checkpointed as with_checkpoints
+from lowtide.planning.planner import Problem, budget_for
+from lowtide.planning.solvers import path
 from lowtide.planning.verifying import verify
 
-STEPS, FITS, SIZES = (RESULTS / name for name in ("planning.csv", "fits.csv", "sizes.csv"))
+STEPS, BLOCKS, FITS, SIZES = (RESULTS / f"{name}.csv" for name in ("planning", "blocks", "fits", "sizes"))
 PARTS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.0)
 """Budgets as parts of the plain peak; 0 stands for the smallest possible."""
 MODES = ("plain", "division", "actnn", "auto", "checkpoint", "save_on_cpu")
+PLANS = {"plan": ("compress", "rebuild"), "plan with checkpoints": ("compress", "rebuild", "checkpoint")}
+"""What plans may do, by the name of their rows."""
+WAYS = ("plain", "checkpoint", *PLANS)
 ERROR = 0.1
 """The error that a plan may have where the smallest peak is asked for."""
 
@@ -172,13 +180,24 @@ def add(path: Path, row: dict[str, Any]) -> None:
     print(", ".join(f"{k}={v}" for k, v in row.items() if v not in ("", None))[:300], flush=True)
 
 
-def steps(names: list[str]) -> None:
+def without(path: Path, is_old: Callable[[dict[str, str]], bool]) -> None:
+    """Take rows out of a file, before they are measured anew."""
+    rows = read(path)
+    kept = [row for row in rows if not is_old(row)]
+    if len(kept) < len(rows):
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+
+
+def steps(names: list[str], chosen: list[str]) -> None:
     """Each mode and each plan in processes of its own, one after the other."""
     done = {(row["subject"], row["mode"], row["part"]) for row in read(STEPS)}
     for name in names:
         subject = SUBJECTS[name]
         for mode in MODES:
-            if (name, mode, "") in done:
+            if mode not in chosen or (name, mode, "") in done:
                 continue
             model, batch, loss = subject.model(), subject.make(subject.size), subject.loss
             if mode == "checkpoint":
@@ -187,20 +206,21 @@ def steps(names: list[str]) -> None:
                 loss = functools.partial(on_cpu, loss)
             found = verify(mode if mode in lowtide.methods() else None, model, batch, loss, plain=False)
             add(STEPS, _row(name, mode, "", None, found))
-        wanted = [part for part in PARTS if (name, "plan", str(part)) not in done]
+        wanted = [(p, str(part)) for p in PLANS if p in chosen for part in PARTS if (name, p, str(part)) not in done]
         if not wanted:
             continue
         model, batch = subject.model(), subject.make(subject.size)
         profile = lowtide.profile(model, batch, subject.loss)
-        smallest = lowtide.plan(profile, error=ERROR).predicted
-        assert smallest is not None
-        for part in wanted:
-            budget = max(int(part * profile.peak), budget_for(smallest.peak))
-            if 0 < part * profile.peak < budget:
+        for mode, part in wanted:
+            allow = PLANS[mode]
+            smallest = lowtide.plan(profile, error=ERROR, allow=allow).predicted
+            assert smallest is not None
+            budget = max(int(float(part) * profile.peak), budget_for(smallest.peak))
+            if 0 < float(part) * profile.peak < budget:
                 continue
-            plan = lowtide.plan(profile, budget)
+            plan = lowtide.plan(profile, budget, allow=allow)
             found = verify(plan, model, batch, subject.loss, plain=False)
-            add(STEPS, _row(name, "plan", str(part), plan, found) | {"plain_predicted": profile.peak, "budget": budget})
+            add(STEPS, _row(name, mode, part, plan, found) | {"plain_predicted": profile.peak, "budget": budget})
 
 
 def _row(name: str, mode: str, part: str, plan: lowtide.BudgetPlan | None, found: Any) -> dict[str, Any]:
@@ -220,19 +240,41 @@ def _row(name: str, mode: str, part: str, plan: lowtide.BudgetPlan | None, found
     }
 
 
-def fits(budget: str = "2 GiB") -> None:
-    """The largest batch for a budget, each verified by a real step."""
+def blocks(names: list[str]) -> None:
+    """What is predicted of checkpoints, of plans, and of both together, from one step without data."""
+    done = {row["subject"] for row in read(BLOCKS)}
+    for name in names:
+        if name in done:
+            continue
+        subject = SUBJECTS[name]
+        profile = lowtide.profile(subject.model(), subject.make(subject.size), subject.loss, fake=True, measure=False)
+        parts = candidates(profile)
+        row = {
+            "subject": name,
+            "blocks": len(parts),
+            "plain": profile.peak,
+            "checkpoint": with_checkpoints(profile, parts).peak,
+        }
+        for allow in (*PLANS.values(), ("checkpoint",)):
+            key = "checkpoint_least" if allow == ("checkpoint",) else "+".join(allow)
+            row[key] = min(s.peak for p in Problem.all(profile, allow) for s in path(p.base, p.items))
+        add(BLOCKS, row)
+
+
+def fits(names: list[str], chosen: list[str], budget: str = "2 GiB") -> None:
+    """The largest batch for a budget, each verified by a real step, which is not timed."""
     done = {(row["subject"], row["way"]) for row in read(FITS)}
-    for name, subject in SUBJECTS.items():
-        for way in ("plain", "checkpoint", "plan"):
-            if (name, way) in done:
+    for name in names:
+        subject = SUBJECTS[name]
+        for way in WAYS:
+            if way not in chosen or (name, way) in done:
                 continue
             model = subject.model()
             if way == "checkpoint":
                 model = checkpointed(model, subject.blocks())
-            method = "plan" if way == "plan" else "plain"
-            found = lowtide.fit(model, subject.make, subject.loss, budget, method=method, run=False)
-            measured = verify(found.plan, model, subject.make(found.size), subject.loss, plain=False)
+            method, allow = ("plan", PLANS[way]) if way in PLANS else ("plain", ())
+            found = lowtide.fit(model, subject.make, subject.loss, budget, method=method, allow=allow, run=False)
+            measured = verify(found.plan, model, subject.make(found.size), subject.loss, plain=False, steps=0)
             row = {
                 "subject": name,
                 "way": way,
@@ -240,19 +282,27 @@ def fits(budget: str = "2 GiB") -> None:
                 "size": found.size,
                 "predicted_peak": found.peak,
             }
-            seconds = round(measured.seconds, 3)
-            add(FITS, row | {"peak": measured.peak, "seconds": seconds, "error": f"{measured.error:.4g}"})
+            add(FITS, row | {"peak": measured.peak, "seconds": "", "error": f"{measured.error:.4g}"})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["steps", "fit", "sizes", "page"])
+    parser.add_argument("what", choices=["steps", "blocks", "fit", "sizes", "page"])
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    rows = [*MODES, *PLANS]
+    parser.add_argument("--rows", nargs="+", choices=rows, default=rows, help="those of steps and fit")
+    parser.add_argument("--again", action="store_true", help="measure these rows anew")
     arguments = parser.parse_args()
+    names, chosen = arguments.subjects, arguments.rows
+    if arguments.again and arguments.what in ("steps", "fit"):
+        file, key = (STEPS, "mode") if arguments.what == "steps" else (FITS, "way")
+        without(file, lambda row: row["subject"] in names and row[key] in chosen)
     if arguments.what == "steps":
-        steps(arguments.subjects)
+        steps(names, chosen)
+    elif arguments.what == "blocks":
+        blocks(names)
     elif arguments.what == "fit":
-        fits()
+        fits(names, chosen)
     elif arguments.what == "sizes":
         from evidence.planning_sizes import sizes
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.chart import COLORS, DOCS, new_figure, save
-from evidence.planning import FITS, SIZES, STEPS, read
+from evidence.planning import BLOCKS, FITS, PLANS, SIZES, STEPS, read
 
 Row = dict[str, str]
-_PLAN = "#d1495b"
+_LINES = dict(zip(PLANS, ("#d1495b", "#00798c"), strict=True))
 _OTHER = "#6c757d"
 _MIB = 2**20
 
@@ -20,6 +20,7 @@ import lowtide
 profile = lowtide.profile(model, batch, loss_fn)  # where the memory of one step goes; fake=True needs no memory
 print(profile)
 plan = lowtide.plan(profile, "2 GiB")  # or ratio=8, bits=3, error=0.05
+plan = lowtide.plan(profile, "2 GiB", allow=("compress", "rebuild", "checkpoint"))  # whole blocks may run again
 print(plan.summary())
 print(plan.verify(model, batch, loss_fn))  # real steps in child processes, beside what was predicted
 handle = lowtide.attach(model, plan)
@@ -31,7 +32,8 @@ with lowtide.explain_oom(model, batch, loss_fn):  # if memory runs out: what hel
 ```
 
 From a shell: `lowtide profile`, `lowtide plan --budget "2 GiB"` and `lowtide fit --budget "2 GiB"` with a target
-`file.py:function`, `module:function`, `hf:CONFIG` or `timm:NAME`.
+`file.py:function`, `module:function`, `hf:CONFIG` or `timm:NAME`. `--allow compress,rebuild,checkpoint` says what a
+plan may do, and `--optimizer adamw` counts what that optimizer keeps.
 
 ## How a peak is predicted
 
@@ -47,6 +49,30 @@ The cost of a choice is the noise that it adds to every weight's gradient and to
 (`docs/methods.md`), and the seconds of its codec on this machine. A tenth of a step's time counts as much as an error
 of a tenth. The solver walks from the plain step downwards: at the highest moment it takes the change that costs least
 for each byte, until the budget is met. This path does not depend on the budget, so a larger budget never costs more.
+
+## Blocks that run again
+
+With `"checkpoint"` among `allow` a plan may also let whole blocks run again in backward: members of a `Sequential` or
+a `ModuleList` that have modules inside, or the modules that `blocks="layers.*.mlp"` names. That changes no gradient,
+it costs the time of the block's forward, and it composes with compression of everything outside of the blocks. A
+session replaces the `forward` of these modules for as long as it is open, and takes that back after an exception too.
+The second run has the random numbers and the autocast of the first, and leaves buffers alone, so batch norms count a
+batch once.
+
+No second profile is needed for the peak. What a block saves goes when its forward has ended and is made again before
+its backward begins, with everything else that its forward made; what the block was given stays until its backward has
+ended. These moments are inserted into those of the plain step. Which blocks run again is tried for the first of them,
+and for those that free most bytes for their time, from none to all; each of these choices is solved for the rest, and
+the cheapest is taken. The choices do not depend on the budget either. Without data a forward counts as a third of a
+step, divided among blocks by what they save.
+
+What a block was given is kept as it is. A module can run again only if it is called once in a forward and does not
+change what it was given; others are not considered. Inside a checkpoint of your own, blocks are left to that. Hooks of
+modules inside a block run twice, as in any checkpoint. `ratio` and `bits` count what is stored of each tensor, so they
+do not go with `"checkpoint"`.
+
+The result of a linear layer or a convolution is not made again by itself. Name the smallest module around it: that is
+exact, where a product with rounded factors would not be.
 """
 
 
@@ -80,7 +106,7 @@ def _steps(rows: list[Row]) -> str:
         plain = next(row for row in own if row["mode"] == "plain")
         lines = []
         for row in own:
-            budget = f"plan for {_mib(row['budget'])}" if row["mode"] == "plan" else row["mode"]
+            budget = f"{row['mode']} for {_mib(row['budget'])}" if row["mode"] in PLANS else row["mode"]
             off = float(row["peak"]) / float(row["predicted_peak"]) if row["predicted_peak"] else None
             lines.append(
                 [
@@ -112,18 +138,42 @@ def _figure(rows: list[Row]) -> None:
 
             for row in own:
                 x, y = place(row)
-                if row["mode"] == "plan" or (what == "error" and y == 0):
+                if row["mode"] in PLANS or (what == "error" and y == 0):
                     continue
                 axis.plot(x, y, "o", color=COLORS.get(row["mode"], _OTHER))
                 axis.annotate(row["mode"], (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7.5)
-            plans = sorted(place(row) for row in own if row["mode"] == "plan")
-            axis.plot(*zip(*plans, strict=True), "D-", color=_PLAN, markersize=4, label="plan")
+            for mode, color in _LINES.items():
+                plans = sorted(place(row) for row in own if row["mode"] == mode)
+                if plans:
+                    axis.plot(*zip(*plans, strict=True), "D-", color=color, markersize=4, label=mode)
             axis.set_title(f"{name}\n{'time of a step, plain = 1' if what == 'time' else 'gradient error'}", fontsize=9)
             axis.set_xlabel("peak, plain = 1")
             if what == "error":
                 axis.set_yscale("log")
             axis.legend(frameon=False, fontsize=8)
     save(figure, DOCS / "planning.svg")
+
+
+def _blocks(rows: list[Row]) -> str:
+    measured = {row["subject"]: row["peak"] for row in read(STEPS) if row["mode"] == "checkpoint"}
+    plain = {row["subject"]: row["peak"] for row in read(STEPS) if row["mode"] == "plain"}
+    head = ("", "plain", "measured", "all blocks checkpointed", "measured", "plan", "checkpoints", "both")
+    lines = [
+        [
+            row["subject"],
+            *(_mib(row["plain"]), _mib(plain[row["subject"]])),
+            *(_mib(row["checkpoint"]), _mib(measured[row["subject"]])),
+            *(_mib(row[what]) for what in ("compress+rebuild", "checkpoint_least", "compress+rebuild+checkpoint")),
+        ]
+        for row in rows
+    ]
+    return (
+        "## Smallest peaks with and without checkpoints\n\n**Computed**, in MiB, for the batches above, from one step "
+        "without data and without what operators take inside themselves, which convolutions do; beside it what real "
+        "steps measured. On the right the smallest peaks of plans that may compress and "
+        "rebuild (2 bits at least, whatever the error), run blocks again, or both.\n\n"
+        f"{_table(head, lines)}\n\n{_where(rows)}\n"
+    )
 
 
 def _fits(rows: list[Row]) -> str:
@@ -170,7 +220,7 @@ def _sizes(rows: list[Row]) -> str:
 def text() -> str:
     """The page."""
     parts = [_HEAD]
-    for path, write in ((STEPS, _steps), (FITS, _fits), (SIZES, _sizes)):
+    for path, write in ((STEPS, _steps), (BLOCKS, _blocks), (FITS, _fits), (SIZES, _sizes)):
         rows = read(path)
         if rows:
             parts.append(write(rows))

@@ -23,7 +23,7 @@ LAYERS = [
     *["tools.demo", "tools.targets"],
     *["attachment"],
     *["planning.budgeted", "planning.memory_errors", "planning.fitting", "planning.planner", "planning.verifying"],
-    *["planning.profiling", "planning.observing", "planning.recorder", "planning.solvers"],
+    *["planning.checkpoints", "planning.profiling", "planning.observing", "planning.recorder", "planning.solvers"],
     *["machine.costs", "machine.measure", "machine.malloc"],
     *["verify.check", "verify.guard", "verify.evidence"],
     *[
@@ -32,6 +32,7 @@ LAYERS = [
         "session.session",
         "session.watching",
         "session.packing",
+        "session.recomputing",
         "session.handles",
         "session.ledger",
         "session.memory",

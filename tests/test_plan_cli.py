@@ -44,6 +44,10 @@ def build():
 def sized(n):
     return net(), torch.randn(n, 64), loss
 
+def stacked(n=4096):
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    return nn.Sequential(*blocks), torch.randn(n, 64), loss
+
 def sized_usually(n=32):
     return sized(n)
 
@@ -264,6 +268,42 @@ def test_fit_runs_real_steps_only_if_asked(run: Any, small: str, monkeypatch: py
     assert json.loads(done.out)["verification"] == VERIFICATION.to_data()
 
 
+def test_blocks_may_run_again(run: Any, small: str) -> None:
+    target = f"{small}:stacked"
+    peak = json.loads(run("profile", target, "--json").out)
+    plain = Profile.from_json(json.dumps(peak)).peak
+    done = run("plan", target, "--budget", str(int(0.75 * plain)), "--allow", "checkpoint", "--json")
+    assert done.code == 0
+    paths = json.loads(done.out)["checkpoints"]
+    assert paths
+    assert set(paths) <= {"0", "1", "2", "3"}
+    done = run("plan", target, "--budget", str(int(0.9 * plain)), "--allow", "checkpoint", "--blocks", "[01]", "--json")
+    assert set(json.loads(done.out)["checkpoints"]) <= {"0", "1"}
+    sizes = [
+        json.loads(run("fit", target, "--budget", str(plain), "--json", *more).out)["size"]
+        for more in (["--plain"], ["--allow", "checkpoint"])
+    ]
+    assert sizes[0] < sizes[1]
+
+
+def test_the_optimizer_and_the_solver_are_named(run: Any, small: str) -> None:
+    weights = 4 * (65 * 256 + 257 * 256 + 257)
+
+    def predicted(*more: str) -> Any:
+        done = run("plan", f"{small}:build", "--ratio", "4", "--json", *more)
+        assert done.code == 0
+        return json.loads(done.out)["predicted"]
+
+    alone, solved, adam, sgd = (
+        predicted(*more)
+        for more in ([], ["--solver", "lagrangian"], ["--optimizer", "AdamW"], ["--optimizer", "sgd:momentum=0.9"])
+    )
+    assert solved["stored_nbytes"] <= alone["saved_nbytes"] / 4
+    counts = 4 * 6  # a step count for each parameter
+    assert adam["peak"] - alone["peak"] == adam["optimizer_nbytes"] == 2 * weights + counts
+    assert sgd["peak"] - alone["peak"] == sgd["optimizer_nbytes"] == weights
+
+
 def test_check_takes_a_file_too(run: Any, small: str) -> None:
     done = run("check", f"{small}:build", "--method", "lossless", "--json")
     assert done.code == 0
@@ -344,6 +384,15 @@ def test_progress_is_shown_on_a_terminal_only(
         (["plan", "small.py:build", "--budget", "5 parsecs"], "got '5 parsecs'"),
         (["plan", "small.py:build", "--ratio", "nan"], "expected a number above zero; got 'nan'"),
         (["fit", "small.py:sized"], "the following arguments are required: --budget"),
+        (["plan", "small.py:build", "--bits", "2", "--allow", "fly"], "allow takes compress, rebuild, offload"),
+        (["plan", "small.py:build", "--bits", "2", "--allow", "compress,"], "expected names with commas between them"),
+        (["plan", "small.py:build", "--bits", "2", "--blocks", "0"], "blocks goes with allow='checkpoint'"),
+        (["plan", "small.py:build", "--budget", "1GB", "--allow", "checkpoint", "--blocks", "x"], "blocks='x' matches"),
+        (["plan", "small.py:build", "--bits", "2", "--solver", "luck"], "invalid choice: 'luck'"),
+        (["plan", "small.py:build", "--bits", "2", "--optimizer", "best"], "torch.optim has no 'best'; it has ada"),
+        (["plan", "small.py:build", "--bits", "2", "--optimizer", "sgd:speed=3"], "--optimizer sgd:speed=3: "),
+        (["plan", "small.py:build", "--bits", "2", "--optimizer", "sgd:speed"], "expected KEY=VALUE"),
+        (["plan", "x.json", "--bits", "2", "--optimizer", "sgd"], "--optimizer: this goes with a model"),
         (["plan", "no_such.json", "--bits", "2"], "lowtide plan: there is no file 'no_such.json'"),
         (["plan", "not_a_profile.json", "--bits", "2"], "lowtide plan: not_a_profile.json: this is not a profile"),
         (["plan", "broken.json", "--bits", "2"], "lowtide plan: broken.json: this is not a profile"),

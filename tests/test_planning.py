@@ -327,7 +327,7 @@ def test_a_budget_that_is_too_small_names_the_smallest(measured):
         ({"bits": "3"}, ValueError, "bits must be a number"),
         ({}, TypeError, "got none"),
         ({"bits": 3, "ratio": 2}, TypeError, "give one of"),
-        ({"ratio": 2, "allow": ["fly"]}, ValueError, "allow takes compress, rebuild, offload; got 'fly'"),
+        ({"ratio": 2, "allow": ["fly"]}, ValueError, "allow takes compress, rebuild, offload, checkpoint; got 'fly'"),
         ({"ratio": 2, "solver": "guess"}, ValueError, "guess"),
     ],
 )

@@ -25,8 +25,9 @@ from .graph import capture
 from .machine.malloc import can_tune, start_environment
 from .machine.measure import ChildError
 from .planning.fitting import fit
-from .planning.planner import BudgetError, nbytes_of, plan
+from .planning.planner import ALLOWED, BudgetError, nbytes_of, plan
 from .planning.profiling import Profile, profile
+from .planning.solvers import SOLVERS
 from .policy.methods import Method, methods, resolve
 from .tools import demo, targets
 from .tools.targets import Target, TargetError
@@ -113,12 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     limit.add_argument("--bits", type=_above_zero, help="bits of each kept value on average")
     limit.add_argument("--error", type=_above_zero, help="relative error of the gradient; implies --real")
     _add_step(choose)
+    _add_choices(choose)
     choose.add_argument("--verify", action="store_true", help="also measure real steps; implies --real")
     _add_output(choose, "the plan, for lowtide.attach(model, lowtide.Plan.load(PATH)),")
     largest = add("fit", _fit, "find the largest batch whose step fits a budget")
     _add_target(largest)
     largest.add_argument("--budget", type=_budget, required=True, help="memory for all of a step, such as 2GiB")
     largest.add_argument("--plain", action="store_true", help="of an ordinary step, without a plan")
+    _add_choices(largest)
     largest.add_argument("--verify", action="store_true", help="also measure real steps of that size")
     _add_output(largest, "the plan, or with --plain the profile,")
     return parser
@@ -138,6 +141,30 @@ def _add_target(command: argparse.ArgumentParser, more: str = "") -> None:
         choices=targets.DTYPES,
         help="of weights and batch; autocast is that to bfloat16 (float32, but a function's model stays as it is)",
     )
+
+    command.add_argument(
+        "--optimizer",
+        type=_optimizer,
+        metavar="NAME[:KEY=VALUE,...]",
+        help="count what this optimizer of torch.optim keeps, such as adamw or sgd:momentum=0.9",
+    )
+
+
+def _add_choices(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--allow",
+        type=_names,
+        metavar="WHAT[,WHAT...]",
+        help=f"what a plan may do: {', '.join(ALLOWED)} (compress,rebuild)",
+    )
+    command.add_argument(
+        "--blocks",
+        type=_names,
+        metavar="PATTERN[,PATTERN...]",
+        help="modules that may run again in backward, such as 'layers.*' (members of a Sequential or ModuleList that "
+        "have modules inside); goes with --allow checkpoint",
+    )
+    command.add_argument("--solver", choices=SOLVERS, help="how a plan is found (greedy)")
 
 
 def _add_step(command: argparse.ArgumentParser) -> None:
@@ -160,6 +187,25 @@ def _module_and_function(text: str) -> str:
     if not module or not name:
         raise argparse.ArgumentTypeError(f"expected MODULE:FUNCTION, such as train:build; got {text!r}")
     return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"expected names with commas between them; got {text!r}")
+    return names
+
+
+def _optimizer(text: str) -> tuple[str, type[torch.optim.Optimizer], dict[str, Any]]:
+    name, _, rest = text.partition(":")
+    kinds = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if name.lower() not in kinds:
+        raise argparse.ArgumentTypeError(f"torch.optim has no {name!r}; it has {', '.join(sorted(kinds))}")
+    return text, kinds[name.lower()], dict(map(_option, rest.split(","))) if rest else {}
 
 
 def _above_zero(text: str) -> float:
@@ -273,8 +319,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         target = _resolved(arguments, fake=not arguments.real)
         found = _profiled(arguments, target)
     limits = {name: getattr(arguments, name) for name in ("budget", "ratio", "bits", "error")}
-    with _working("planning"):
-        made = plan(found, **limits)
+    with _working("planning"), _refusing():
+        made = plan(found, **limits, **_chosen(arguments, "allow", "blocks", "solver"))
     if arguments.save is not None:
         made.save(arguments.save)
     verification = None
@@ -294,11 +340,18 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _fit(arguments: argparse.Namespace) -> int:
     arguments.batch = arguments.device = None  # sizes are what is looked for, and those of a CPU are computed
     target = _resolved(arguments, fake=not arguments.verify)
-    with _working("trying sizes"):
+    with _working("trying sizes") as show:
+
+        def make_batch(n: int) -> Any:
+            show(f"trying a size of {n}")
+            return target.make_batch(n)
+
         found = fit(
-            *(target.model, target.make_batch, target.loss_fn, arguments.budget),
+            *(target.model, make_batch, target.loss_fn, arguments.budget),
             method="plain" if arguments.plain else "plan",
+            optimizer=_made_optimizer(arguments, target),
             run=arguments.verify,
+            **_chosen(arguments, "allow", "blocks", "solver"),
         )
     if arguments.save is not None:
         (found.profile if found.plan is None else found.plan).save(arguments.save)
@@ -309,6 +362,33 @@ def _fit(arguments: argparse.Namespace) -> int:
     else:
         print(found)
     return 0
+
+
+def _chosen(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options that the user gave; those of the library's own choice are left to it."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What the library refuses is a wrong argument, and its message says all that there is to say."""
+    try:
+        yield
+    except BudgetError:
+        raise
+    except ValueError as error:
+        raise _RefusedError(str(error)) from error
+
+
+def _made_optimizer(arguments: argparse.Namespace, target: Target) -> torch.optim.Optimizer | None:
+    if arguments.optimizer is None:
+        return None
+    text, kind, settings = arguments.optimizer
+    make: Callable[..., torch.optim.Optimizer] = kind
+    try:
+        return make([p for p in target.model.parameters() if p.requires_grad], **{"lr": 1e-3, **settings})
+    except (TypeError, ValueError) as error:
+        raise _RefusedError(f"--optimizer {text}: {error}") from error
 
 
 def _resolved(arguments: argparse.Namespace, fake: bool) -> Target:
@@ -325,10 +405,17 @@ def _resolved(arguments: argparse.Namespace, fake: bool) -> Target:
 
 def _profiled(arguments: argparse.Namespace, target: Target) -> Profile:
     fake = not arguments.real
+    optimizer = _made_optimizer(arguments, target)
     with _working("computing the sizes of a step" if fake else "running a step"):
         batch = target.make_batch(target.batch)
         try:
-            return profile(target.model, batch, target.loss_fn, fake=fake, device=arguments.device, measure=not fake)
+            return profile(
+                *(target.model, batch, target.loss_fn),
+                fake=fake,
+                device=arguments.device,
+                optimizer=optimizer,
+                measure=not fake,
+            )
         except Exception as error:
             if not fake:
                 raise
@@ -341,7 +428,9 @@ def _profiled(arguments: argparse.Namespace, target: Target) -> Profile:
 def _loaded(arguments: argparse.Namespace) -> Profile:
     """The profile that the user saved; there is no model then, nor anything else to choose about it."""
     given = [
-        f"--{name}" for name in ("batch", "size", "seq", "dtype", "device", "real", "verify") if vars(arguments)[name]
+        f"--{name}"
+        for name in ("batch", "size", "seq", "dtype", "device", "optimizer", "real", "verify")
+        if vars(arguments)[name]
     ]
     if given:
         arguments.refuse(f"{', '.join(given)}: this goes with a model; {arguments.target} is a saved profile")
@@ -357,17 +446,25 @@ def _loaded(arguments: argparse.Namespace) -> Profile:
 
 
 @contextlib.contextmanager
-def _working(text: str) -> Iterator[None]:
-    """Show what takes a while, if somebody sees it; what is printed meanwhile goes to standard error."""
+def _working(text: str) -> Iterator[Callable[[str], None]]:
+    """Show what takes a while, and for how long, if somebody sees it; the function given shows another text.
+
+    What is printed meanwhile goes to standard error.
+    """
     with contextlib.ExitStack() as stack:
+        show: Callable[[str], None] = lambda text: None  # noqa: E731
         if sys.stderr.isatty():
             with contextlib.suppress(ImportError):
                 from rich.console import Console
-                from rich.text import Text  # which reads no markup into the name of a file
+                from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-                stack.enter_context(Console(stderr=True).status(Text(text), refresh_per_second=4))
+                plain = TextColumn("{task.description}", markup=False)  # the name of a file may look like markup
+                columns = (SpinnerColumn(), plain, TimeElapsedColumn())
+                progress = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4)
+                task = stack.enter_context(progress).add_task(text)
+                show = lambda text: progress.update(task, description=text)  # noqa: E731
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        yield
+        yield show
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

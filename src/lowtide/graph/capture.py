@@ -762,6 +762,11 @@ def watching() -> bool:
     return _MARK in node.metadata
 
 
+def hooks_at_work() -> bool:
+    """Do hooks of somebody (a checkpoint, ``save_on_cpu``) take every tensor that is saved now?"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def describe(node: Any) -> tuple[str, tuple[str, ...]]:
     """The op's name (``Convolution``, or ``LeakyRelu1`` for a variant) and the names of its slots."""
     kind: Any = type(node)
@@ -1134,7 +1139,7 @@ class Capture(TorchFunctionMode):
         """Do somebody else's hooks hold this slot? Reading it would run them: checkpoint would recompute."""
         if self._abilities.foreign_hooks:
             return saved is not None and saved.unpack_hook is not None
-        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return hooks_at_work()
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """A module begins."""

@@ -58,6 +58,8 @@ def fit(
     *,
     method: str = "plan",
     allow: Iterable[str] = ("compress", "rebuild"),
+    blocks: str | Iterable[str] = (),
+    solver: str = "greedy",
     optimizer: torch.optim.Optimizer | None = None,
     most: int = _MOST,
     measure: bool = True,
@@ -70,7 +72,7 @@ def fit(
     torch functions has no data then. Without a budget the free memory of the model's device counts. ``method`` is
     "plan", or "plain" for the largest size of an ordinary step. No tensor gets fewer than 2 bits. With ``run`` a real
     step of that size runs in a child process, and the result has its peak and time. ``measure`` is that of
-    :func:`profile`.
+    :func:`profile`, ``allow``, ``blocks`` and ``solver`` are those of :func:`plan`.
 
     >>> import torch, lowtide
     >>> layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
@@ -88,7 +90,8 @@ def fit(
         raise ValueError(f"most must be a whole number of at least 1; got {most!r}")
     given = free_nbytes(model) if budget is None else nbytes_of(budget)
     limit = usable(given)
-    allowed = tuple(allow)
+    allowed = (allow,) if isinstance(allow, str) else tuple(allow)
+    named = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     known: dict[tuple[int, bool], tuple[int, Profile]] = {}
     small: list[tuple[int, Profile]] = []  # of a few samples, with what operators take inside themselves
 
@@ -101,7 +104,7 @@ def fit(
                     few = max(1, min(n, n * _ENOUGH // max(1, found.saved_nbytes)))
                     small.append((few, at(few, measure=True)))
                 found = _with_workspaces(found, small[0][1], n / small[0][0])
-            known[n, inside] = (_least_peak(found, method, allowed), found)
+            known[n, inside] = (_least_peak(found, method, allowed, named), found)
         return known[n, inside][0]
 
     def at(n: int, measure: bool = False) -> Profile:
@@ -122,16 +125,17 @@ def fit(
             budget_for(peak),
         )
     peak, found = known[best, measure]
-    made = None if method == "plain" else plan(found, given, allow=allowed)
+    made = None if method == "plain" else plan(found, given, allow=allowed, blocks=named, solver=solver)
     verification = None
     if run:
         batch = make_batch(best)
         if made is not None and found.peak < available_nbytes() // 2:  # it can be measured what noise does
             measured = profile(model, batch, loss_fn, optimizer=optimizer)
-            made = plan(measured, given, allow=allowed)
+            made = plan(measured, given, allow=allowed, blocks=named, solver=solver)
         verification = verify(
             *(made, model, batch, loss_fn),
             plain=found.peak < available_nbytes() // 2,
+            beside=found.optimizer_nbytes,
             predicted_peak=peak if made is None or made.predicted is None else made.predicted.peak,
         )
     peak = peak if made is None or made.predicted is None else made.predicted.peak
@@ -146,11 +150,10 @@ def _with_workspaces(found: Profile, small: Profile, times: float) -> Profile:
     return dataclasses.replace(found, workspaces=inside)
 
 
-def _least_peak(found: Profile, method: str, allowed: tuple[str, ...]) -> int:
+def _least_peak(found: Profile, method: str, allowed: tuple[str, ...], blocks: tuple[str, ...]) -> int:
     if method == "plain":
         return found.peak
-    problem = Problem.of(found, allowed)
-    return min(state.peak for state in path(problem.base, problem.items))
+    return min(state.peak for p in Problem.all(found, allowed, blocks) for state in path(p.base, p.items))
 
 
 def _largest(least: Callable[[int], int], limit: int, most: int) -> int:

@@ -17,6 +17,7 @@ from ..policy.methods import Method
 from ..policy.policy import Policy
 from ..policy.use import Use
 from ..session.handles import Handle, Recast, Reference, Shape
+from ..session.replay import leaves_of
 from ..session.session import Session
 from .recorder import SAVED, TRANSIENT, Live, Recorder
 
@@ -60,6 +61,8 @@ class ObservedSession(Session):
         self.seen: list[Seen] = []
         self.modules: dict[int, str] = {}
         """By the numbers of nodes, the modules that made them."""
+        self.at_work: dict[str, list[int]] = {}
+        """By module, the first and the last moment at which nodes of it were at work in backward."""
         self._recorder = recorder
         self._anchors: dict[int, weakref.WeakSet[_Anchor]] = {}
         self._reads: dict[Site, list[list[int]]] = {}
@@ -69,7 +72,11 @@ class ObservedSession(Session):
         """The module at work, in the forward by its path, in backward by the node that it left."""
         number = capture.node_at_work()
         if number >= 0:
-            return self.modules.get(number, "")
+            module = self.modules.get(number)
+            if module is not None:
+                now = self._recorder.time + 1  # the moment of what this operator makes, or of what is read now
+                self.at_work.setdefault(module, [now, now])[1] = now
+            return module or ""
         return "" if self._capture is None else self._capture.path
 
     def _visit(self, slot: Slot) -> None:
@@ -100,6 +107,7 @@ class ObservedSession(Session):
         return anchor, lambda kept: self._read(reads, kept.tensor)
 
     def _read(self, reads: list[list[int]], tensor: Tensor) -> Tensor:
+        self.where()
         now = self._recorder.tick()
         reads.append([now, now])
         return tensor
@@ -141,7 +149,8 @@ class ObservedSession(Session):
         identity = capture.storage_id(anchor.tensor.untyped_storage())
         if self._pending(identity) is not None:
             return True  # the handle of the storage speaks for it
-        if capture.use_count(identity) > len(self._anchors[identity]):
+        alone = 1 if self._sole is None else self._sole  # the count of a storage that one tensor has
+        if capture.use_count(identity) > alone - 1 + len(self._anchors[identity]):
             return False
         self._note_anchor(anchor)
         return True
@@ -193,6 +202,67 @@ class ObservedSession(Session):
         for seen in self.seen:
             if not seen.reads:
                 seen.reads = sorted(read for site in seen.sites for read in self._reads.get(site, ()))
+
+
+@dataclasses.dataclass
+class Called:
+    """A call of a module in the forward, as a step showed it."""
+
+    path: str
+    first: int
+    """The moment before its first operator."""
+    elapsed: float
+    versions: list[tuple[Tensor, int]]
+    last: int = -1
+    inputs: tuple[Live, ...] = ()
+    outputs: tuple[Live, ...] = ()
+    is_pure: bool = False
+    """Did it leave what it was given as it was? Only then can it run again."""
+
+
+class Calls:
+    """Notes each call of a module of ``model`` while it is open, by torch's global hooks of modules."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self.done: list[Called] = []
+        self._recorder = recorder
+        self._paths = {module: path for path, module in model.named_modules() if path}
+        self._open: list[tuple[nn.Module, Called]] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Calls:
+        self._hooks = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, with_kwargs=True),
+        ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self._paths:
+            versions = [(x, capture.version_of(x)) for x in leaves_of(args) if isinstance(x, Tensor)]
+            recorder = self._recorder
+            self._open.append((module, Called(self._paths[module], recorder.time, recorder.elapsed, versions)))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if not self._open or self._open[-1][0] is not module:
+            return
+        _, called = self._open.pop()
+        called.last = self._recorder.time
+        called.elapsed = self._recorder.elapsed - called.elapsed
+        called.inputs, called.outputs = self._known((args, kwargs)), self._known(result)
+        called.is_pure = all(capture.version_of(x) == version for x, version in called.versions)
+        called.versions = []
+        self.done.append(called)
+
+    def _known(self, found: Any) -> tuple[Live, ...]:
+        """The storages of all tensors in it, each once."""
+        tensors = [leaf for leaf in leaves_of(found) if isinstance(leaf, Tensor) and capture.has_storage(leaf)]
+        lives = [self._recorder.block_of(storage) for x in tensors if (storage := capture.storage_of(x)) is not None]
+        return tuple({id(live): live for live in lives if live is not None}.values())
 
 
 class _Anchor:

@@ -16,15 +16,16 @@ from torch import nn
 from ..codecs import Codec
 from ..machine.costs import codec_seconds, file_seconds
 from ..policy.choice import Choice
-from ..policy.plan import Plan
+from ..policy.plan import Plan, named
 from ..report import size
 from ..verify.check import LossFn
 from . import verifying
-from .profiling import Profile, Saved, digest
+from .checkpoints import candidates, checkpointed, selections, share_of
+from .profiling import Part, Profile, Saved, digest
 from .solvers import KEEP, REBUILD, InfeasibleError, Item, Solution, evaluate, level, path, solve
 
-ALLOWED = ("compress", "rebuild", "offload")
-"""What a plan may do with a tensor, besides keeping it."""
+ALLOWED = ("compress", "rebuild", "offload", "checkpoint")
+"""What a plan may do with a tensor, besides keeping it; with "checkpoint" whole modules run again in backward."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -96,6 +97,8 @@ class Prediction:
     added_seconds: float
     step_seconds: float | None
     """Of the plain step, as it was recorded; None without data."""
+    optimizer_nbytes: int = 0
+    """What the optimizer keeps, which is part of all peaks."""
 
     @property
     def slowdown(self) -> float | None:
@@ -127,7 +130,8 @@ class BudgetPlan(Plan):
             expected = None if predicted is None else Prediction(**predicted)
         except TypeError as error:
             raise ValueError(f"what this plan predicts cannot be read: {error}") from error
-        return cls(made.choices, made.method, expected, str(data.get("model", "")), str(data.get("limit", "")))
+        model, limit = str(data.get("model", "")), str(data.get("limit", ""))
+        return cls(made.choices, made.method, made.checkpoints, expected, model, limit)
 
     def verify(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> verifying.Verification:
         """Run real steps in child processes: the measured peak, time and gradient error beside the predicted ones.
@@ -140,6 +144,7 @@ class BudgetPlan(Plan):
         expected = self.predicted
         return verifying.verify(
             *(self, model, batch, loss_fn),
+            beside=0 if expected is None else expected.optimizer_nbytes,
             predicted_peak=None if expected is None else expected.peak,
             predicted_error=None if expected is None else expected.error,
             predicted_slowdown=None if expected is None else expected.slowdown,
@@ -163,11 +168,13 @@ class BudgetPlan(Plan):
         if expected.error is not None:
             slower = f", step {expected.slowdown:.2f}x of plain" if expected.slowdown else ""
             lines.append(f"predicted gradient error {expected.error:.3g}{slower}")
+        if self.checkpoints:
+            lines.append(f"computed again in backward: {named(self.checkpoints)}")
         counts: dict[str, int] = {}
         for choice in self.choices.values():
             counts[str(choice)] = counts.get(str(choice), 0) + 1
         most = sorted(counts.items(), key=lambda row: -row[1])
-        lines.append("sites: " + ", ".join(f"{number} {what}" for what, number in most))
+        lines.append("sites: " + (", ".join(f"{number} {what}" for what, number in most) or "none"))
         return "\n".join(lines)
 
 
@@ -182,6 +189,7 @@ def plan(
     bits: float | None = None,
     error: float | None = None,
     allow: Iterable[str] = ("compress", "rebuild"),
+    blocks: str | Iterable[str] = (),
     solver: str = "greedy",
 ) -> BudgetPlan:
     """Choose what happens to each saved tensor, so that one limit is met at the least error and time.
@@ -190,7 +198,10 @@ def plan(
     for how many times fewer bytes autograd keeps; ``bits`` for the bits of each kept value on average; ``error`` for
     the relative error of the gradient, at the smallest peak that has it. ``allow`` names what may be done with a
     tensor: ``"compress"`` it, ``"rebuild"`` it from others that are stored, ``"offload"`` it to host memory, or on a
-    CPU to a file. ``solver`` is "greedy", "lagrangian" (slower, at least as good) or "exact" (a dozen tensors at most).
+    CPU to a file. With ``"checkpoint"`` whole blocks may run again in backward, which changes no gradient: members of
+    a Sequential or a ModuleList that have modules inside, or those that ``blocks`` names, patterns of module paths such
+    as ``"layers.*.mlp"``. That goes with ``budget`` and ``error``. ``solver`` is "greedy", "lagrangian" (slower, at
+    least as good) or "exact" (a dozen tensors at most).
 
     The peak is that of a model of the step: what is still in full in the forward, what is encoded, decoded and released
     in backward, gradients, and the memory inside operators if the profile has it. Raises :class:`BudgetError` if the
@@ -219,19 +230,36 @@ def plan(
         wanted = float(value)
     if name == "error" and profile.fake:
         raise ValueError("a profile without data knows no errors; profile a real step, or give budget, ratio or bits")
-    problem = Problem.of(profile, allowed)
+    if "checkpoint" in allowed and name in ("ratio", "bits"):
+        raise ValueError(
+            f"allow='checkpoint' goes with budget and error; {name} counts what is stored of each tensor, and a "
+            "checkpoint stores none of those inside it"
+        )
+    problems = Problem.all(profile, allowed, blocks)
     text = {"budget": f"budget {size(int(wanted))}" if name == "budget" else "", "ratio": f"{wanted:g}x fewer bytes"}
     text |= {"bits": f"{wanted:g} bits a value", "error": f"error {wanted:g}"}
-    try:
-        if name == "budget":
-            found = solve(problem.base, problem.items, usable(int(wanted)), price=problem.price, solver=solver)
-        elif name == "error":
-            found = problem.least_peak(wanted)
-        else:
-            found = problem.under_sum(ratio, bits, solver)
-    except InfeasibleError as infeasible:
-        raise problem.refused(name, wanted, infeasible) from infeasible
-    return problem.plan(found.picks, text[name])
+    best: tuple[float, Problem, Solution] | None = None
+    refused: list[tuple[int, Problem, InfeasibleError]] = []
+    for problem in problems:
+        try:
+            if name == "budget":
+                found = solve(problem.base, problem.items, usable(int(wanted)), price=problem.price, solver=solver)
+                score = found.cost + problem.cost
+            elif name == "error":
+                found = problem.least_peak(wanted)
+                score = float(found.peak)
+            else:
+                found = problem.under_sum(ratio, bits, solver)
+                score = found.cost
+        except InfeasibleError as infeasible:
+            refused.append((infeasible.least, problem, infeasible))
+            continue
+        if best is None or score < best[0]:
+            best = score, problem, found
+    if best is None:
+        _, problem, reason = min(refused, key=lambda row: row[0])
+        raise problem.refused(name, wanted, reason) from reason
+    return best[1].plan(best[2].picks, text[name])
 
 
 def _allowed(allow: Iterable[str]) -> tuple[str, ...]:
@@ -253,15 +281,39 @@ class Problem:
     choices: Sequence[Sequence[Choice]]
     """For each item what its options stand for."""
     price: float
+    plain: Profile
+    """Of the step as it is; ``profile`` is that with the ``parts`` checkpointed."""
+    parts: Sequence[Part] = ()
+
+    @property
+    def recomputed(self) -> float:
+        """The time of all second runs as a part of the step's."""
+        return sum(share_of(self.plain, part) for part in self.parts)
+
+    @property
+    def cost(self) -> float:
+        """Of the second runs, as solvers count cost."""
+        return _TRADE * self.recomputed
 
     @classmethod
-    def of(cls, profile: Profile, allowed: Sequence[str]) -> Problem:
+    def all(cls, profile: Profile, allowed: Sequence[str], blocks: str | Iterable[str] = ()) -> list[Problem]:
+        """One for each set of modules that is worth trying as checkpoints; the first has none."""
+        patterns = (blocks,) if isinstance(blocks, str) else tuple(blocks)
+        if "checkpoint" not in allowed:
+            if patterns:
+                raise ValueError(f"blocks goes with allow='checkpoint'; got blocks={patterns!r}")
+            return [cls.of(profile, allowed)]
+        return [cls.of(profile, allowed, parts) for parts in selections(profile, candidates(profile, patterns))]
+
+    @classmethod
+    def of(cls, profile: Profile, allowed: Sequence[str], parts: Sequence[Part] = ()) -> Problem:
         """Every tensor that a plan may decide about, with the times at which it takes memory."""
+        plain, profile = profile, checkpointed(profile, parts)
         place = {saved.sites[0]: i for i, saved in enumerate(profile.saved)}
         starts = sorted({first for saved in profile.saved for first, _ in saved.reads})
         items, choices = [], []
         total = profile.level()
-        count = sum(saved.has_values for saved in profile.saved)
+        count = sum(saved.has_values for saved in plain.saved)
         for i, saved in enumerate(profile.saved):
             block = profile.blocks[saved.block]
             total[block.born : block.died + 1] -= saved.nbytes
@@ -289,7 +341,7 @@ class Problem:
             )
             choices.append([choice for choice, _, _, _ in offered])
         seconds = profile.step_seconds
-        return cls(profile, total.tolist(), items, choices, _TRADE / seconds if seconds else 0.0)
+        return cls(profile, total.tolist(), items, choices, _TRADE / seconds if seconds else 0.0, plain, parts)
 
     def least_peak(self, error: float) -> Solution:
         """The smallest peak on the way down that keeps the error within a limit."""
@@ -369,17 +421,20 @@ class Problem:
             choice = Choice.keep("it fits") if pick == KEEP else Choice.rebuild() if pick == REBUILD else options[pick]
             chosen.update(dict.fromkeys(saved.sites, choice))
         found = evaluate(self.base, self.items, picks, self.price)
+        held = {number for part in self.parts for number in part.inputs} & {s.block for s in self.plain.saved}
         predicted = Prediction(
             peak=found.peak,
-            plain_peak=self.profile.peak,
+            plain_peak=self.plain.peak,
             rest=self.profile.rest,
-            saved_nbytes=self.saved_nbytes,
-            stored_nbytes=stored,
+            saved_nbytes=sum(saved.nbytes for saved in self.plain.saved),
+            stored_nbytes=stored + sum(self.plain.blocks[number].nbytes for number in held),
             error=None if self.profile.fake else self.error(picks),
-            added_seconds=found.seconds,
+            added_seconds=found.seconds + self.recomputed * self.profile.step_seconds,
             step_seconds=self.profile.step_seconds or None,
+            optimizer_nbytes=self.profile.optimizer_nbytes,
         )
-        return BudgetPlan(chosen, f"plan for {limit}", predicted, self.profile.model, limit)
+        paths = tuple(part.path for part in self.parts)
+        return BudgetPlan(chosen, f"plan for {limit}", paths, predicted, self.profile.model, limit)
 
     def levels(self, picks: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Bytes at each moment."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import itertools
 import json
 import time
 from collections import defaultdict
@@ -30,10 +31,10 @@ from ..report import size
 from ..session.opening import MIN_NUMEL, attached, new_session
 from ..session.replay import gradients, leaves_of, mapped, undisturbed
 from ..verify.check import LossFn, default_loss
-from .observing import ObservedSession, Seen
+from .observing import Called, Calls, ObservedSession, Seen
 from .recorder import GRADIENTS, INPUTS, SAVED, WEIGHTS, Recorder
 
-_FORMAT = 1
+_FORMAT = 2
 _GROUP = 256
 _SHOWN = 8
 
@@ -109,6 +110,30 @@ class Saved:
         return self.need != Need.LOSSLESS.name.lower()
 
 
+class Part(NamedTuple):
+    """A module that was called once in the forward, and that could run again in backward."""
+
+    path: str
+    first: int
+    """The moment before its first operator."""
+    last: int
+    """The moment of its last operator."""
+    backward: int
+    """The first moment at which its backward is at work; -1 if that reads nothing."""
+    backward_end: int
+    share: float
+    """Seconds of its forward, as a part of those of all operators of the step; 0 without data."""
+    repeated: bool
+    """Is it a block: a member of a Sequential or a ModuleList that has modules inside?"""
+    inputs: tuple[int, ...]
+    """The numbers of the storages that it was given."""
+    outputs: tuple[int, ...]
+
+    def holds(self, path: str) -> bool:
+        """Is the module of this path inside it, or itself?"""
+        return path == self.path or path.startswith(f"{self.path}.")
+
+
 @dataclass(frozen=True)
 class Profile:
     """One exact training step: memory over time, and all that a plan can decide about. Made by :func:`profile`.
@@ -133,6 +158,8 @@ class Profile:
     """Of a plain step, its second; 0 without data."""
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By module, forward and backward together, as the recorder saw them; recording takes time itself."""
+    parts: tuple[Part, ...] = ()
+    """Modules that could run again in backward, in the order in which they were called."""
     notes: tuple[str, ...] = ()
 
     # ------------------------------------------------------------ memory over time
@@ -192,6 +219,7 @@ class Profile:
         data["seconds"] = dict(self.seconds)
         data["notes"] = list(self.notes)
         data["saved"] = [_saved_to_data(saved) for saved in self.saved]
+        data["parts"] = [list(part) for part in self.parts]
         return {"format": _FORMAT, **data}
 
     def to_json(self) -> str:
@@ -215,6 +243,7 @@ class Profile:
             data["workspaces"] = tuple((at, nbytes) for at, nbytes in data["workspaces"])
             data["saved"] = tuple(map(_saved_from_data, data["saved"]))
             data["notes"] = tuple(data["notes"])
+            data["parts"] = tuple(Part(*row[:-2], *map(tuple, row[-2:])) for row in data["parts"])
             del data["format"]
             return cls(**data).checked()
         except (TypeError, KeyError, ValueError) as error:
@@ -227,10 +256,18 @@ class Profile:
             moments += [block.born, block.died]
             if type(block.nbytes) is not int or block.nbytes < 0 or block.born > block.died:
                 raise ValueError(f"a storage has bytes, and is born before it dies; got {block}")
+        if any(b.born < a.born for a, b in itertools.pairwise(self.blocks)):
+            raise ValueError("storages are listed in the order of their birth")
         for saved in self.saved:
             moments += [saved.sealed, *(moment for read in saved.reads for moment in read)]
             if not 0 <= saved.block < len(self.blocks):
                 raise ValueError(f"{saved.sites[0]} has no storage")
+        for part in self.parts:
+            moments += [part.first, part.last, max(0, part.backward), max(0, part.backward_end)]
+            if any(not 0 <= number < len(self.blocks) for number in (*part.inputs, *part.outputs)):
+                raise ValueError(f"{part.path} was given, or returned, what has no storage")
+            if part.first > part.last or (part.backward >= 0 and part.backward <= part.last):
+                raise ValueError(f"a module begins before it ends, and its backward comes later; got {part}")
         if type(self.times) is not int or not all(0 <= moment <= self.times for moment in moments):
             raise ValueError(f"all moments lie between 0 and times; times is {self.times!r}")
         return self
@@ -327,7 +364,7 @@ def profile(
         raise ValueError(f"device goes with fake=True; a real step runs where the model is. Got device={device!r}")
     notes: list[str] = []
     with undisturbed(model):
-        recorder, session, end = _recorded(model, batch, loss_fn, min_numel)
+        recorder, session, end, calls = _recorded(model, batch, loss_fn, min_numel)
     findings, method = _measured(model, batch, loss_fn, min_numel)
     began = time.perf_counter()
     gradients(model, lambda: loss_fn(model, batch))
@@ -345,6 +382,7 @@ def profile(
         workspaces=_inside(recorder.calls) if measure and place.type == "cpu" else (),
         step_seconds=took,
         seconds=dict(recorder.seconds),
+        parts=_parts(model, recorder, session, calls),
         notes=tuple(notes),
     )
 
@@ -370,7 +408,7 @@ def without_data(
         made = batch() if callable(batch) else batch
         moved = mapped(made, lambda x: _like(copy_tensor(x), place) if isinstance(x, Tensor) else x)
         try:
-            recorder, session, end = _recorded(copied, moved, loss_fn or default_loss(moved), min_numel)
+            recorder, session, end, calls = _recorded(copied, moved, loss_fn or default_loss(moved), min_numel)
         except capture.NEEDS_DATA as error:
             first = str(error).splitlines()[0]
             raise ValueError(
@@ -387,6 +425,7 @@ def without_data(
         saved=tuple(_by_formula(session.seen, recorder)),
         optimizer_nbytes=kept,
         workspaces=_inside(recorder.calls) if measure and place.type == "cpu" and device in (None, "cpu") else (),
+        parts=tuple(part._replace(share=0.0) for part in _parts(copied, recorder, session, calls)),
         notes=tuple(notes),
     )
 
@@ -461,16 +500,19 @@ def _like(tensor: Tensor, place: torch.device) -> Tensor:
     return tensor if tensor.device == place else torch.empty_like(tensor, device=place)
 
 
-def _recorded(model: nn.Module, batch: Any, loss_fn: LossFn, min_numel: int) -> tuple[Recorder, ObservedSession, int]:
-    """One step; when its forward ended."""
+def _recorded(
+    model: nn.Module, batch: Any, loss_fn: LossFn, min_numel: int
+) -> tuple[Recorder, ObservedSession, int, list[Called]]:
+    """One step; when its forward ended, and the calls of modules in it."""
     session: ObservedSession | None = None
     recorder = Recorder(lambda: "" if session is None else session.where())
     session = ObservedSession(model, recorder, min_numel)
     recorder.know(model.parameters(), WEIGHTS)
     recorder.know(model.buffers(), WEIGHTS)
     recorder.know((leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)), INPUTS)
+    calls = Calls(model, recorder)
     with torch.enable_grad(), recorder:
-        with session:
+        with session, calls:
             loss = loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(f"loss_fn must return a loss of one value that depends on parameters; got {loss!r}")
@@ -483,7 +525,49 @@ def _recorded(model: nn.Module, batch: Any, loss_fn: LossFn, min_numel: int) -> 
             block.label = ""
     session.finish()
     recorder.finish()
-    return recorder, session, end
+    return recorder, session, end, calls.done
+
+
+def _parts(model: nn.Module, recorder: Recorder, session: ObservedSession, calls: Sequence[Called]) -> tuple[Part, ...]:
+    """Modules that were called once and that can run again."""
+    place = {id(block): i for i, block in enumerate(recorder.blocks)}
+    blocks = set(_repeated(model, ""))
+    times: dict[str, int] = defaultdict(int)
+    for call in calls:
+        times[call.path] += 1
+    found = []
+    for call in sorted(calls, key=lambda call: (call.first, -call.last)):
+        if times[call.path] > 1 or not call.is_pure:
+            continue
+        inside = f"{call.path}."
+        spans = [span for path, span in session.at_work.items() if path == call.path or path.startswith(inside)]
+        found.append(
+            Part(
+                path=call.path,
+                first=call.first,
+                last=call.last,
+                backward=min((first for first, _ in spans), default=-1),
+                backward_end=min(recorder.time, max((last for _, last in spans), default=-1)),
+                share=call.elapsed / recorder.elapsed if recorder.elapsed else 0.0,
+                repeated=call.path in blocks,
+                inputs=tuple(place[id(live)] for live in call.inputs if id(live) in place),
+                outputs=tuple(place[id(live)] for live in call.outputs if id(live) in place),
+            )
+        )
+    return tuple(found)
+
+
+def _repeated(module: nn.Module, path: str) -> list[str]:
+    """Members of a Sequential or ModuleList that have modules inside; of containers in containers the innermost."""
+    found = []
+    for name, child in module.named_children():
+        inner = _repeated(child, f"{path}.{name}" if path else name)
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict)) or type(child) is nn.Sequential
+        if isinstance(module, (nn.Sequential, nn.ModuleList)) and any(child.children()) and not (is_list and inner):
+            found.append(f"{path}.{name}" if path else name)
+        else:
+            found += inner
+    return found
 
 
 def _inside(calls: Iterable[tuple[int, Call]]) -> tuple[tuple[int, int], ...]:

@@ -51,6 +51,8 @@ class Recorder(capture.DispatchMode):  # type: ignore[misc]
         """Calls that may need memory inside themselves, each with its time."""
         self.seconds: dict[str, float] = {}
         """By what was at work, in seconds as the host sees them."""
+        self.elapsed = 0.0
+        """Seconds of all operators so far."""
         self._where = where
         self._known: dict[int, Live] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -81,6 +83,7 @@ class Recorder(capture.DispatchMode):  # type: ignore[misc]
         took = time.perf_counter() - began
         where = self._where()
         self.seconds[where] = self.seconds.get(where, 0.0) + took
+        self.elapsed += took
         new = [storage for storage in _storages(result) if self._is_new(storage)]
         if new:
             self.tick()

@@ -78,25 +78,31 @@ def verify(
     loss_fn: LossFn | None,
     *,
     plain: bool = True,
+    steps: int = _STEPS,
+    beside: int = 0,
     predicted_peak: int | None = None,
     predicted_error: float | None = None,
     predicted_slowdown: float | None = None,
 ) -> Verification:
-    """Run a plan or a method by its name, or with None a plain step, and measure it; ``plain`` runs that beside it."""
+    """Run a plan or a method by its name, or with None a plain step, and measure it; ``plain`` runs that beside it.
+
+    The fastest of so many ``steps`` tells the time; with 0 of them nothing is timed. ``beside`` are bytes that count
+    with every peak though they are not there in these steps, such as an optimizer's.
+    """
     loss_fn = default_loss(batch) if loss_fn is None else loss_fn
-    rest = _rest(model, batch)
+    rest = _rest(model, batch) + beside
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         path = Path(folder) / "step"
         _send((model, batch, loss_fn, plan), path)
 
         def run(function: str, *, exact: bool = False, planned: bool = plan is not None) -> dict[str, Any]:
-            argument = {"path": str(path), "threads": torch.get_num_threads(), "planned": planned}
+            argument = {"path": str(path), "threads": torch.get_num_threads(), "planned": planned, "steps": steps}
             return run_child(f"{__name__}:{function}", argument, exact_rss=exact)
 
         peak = rest + run("_peak", exact=True)["above"]
-        timed = run("_timed")
+        timed = run("_timed") if steps or plan is not None else {"seconds": math.nan, "error": 0.0}
         plain_peak = rest + run("_peak", exact=True, planned=False)["above"] if plain and plan is not None else None
-        plain_seconds = run("_timed", planned=False)["seconds"] if plain and plan is not None else None
+        plain_seconds = run("_timed", planned=False)["seconds"] if plain and plan is not None and steps else None
     return Verification(
         peak=peak,
         plain_peak=plain_peak,
@@ -136,7 +142,9 @@ def _read(argument: dict[str, Any]) -> tuple[nn.Module, Callable[[], Tensor], Se
     return model, lambda: loss_fn(model, batch), new_session(model, plan, {}) if argument["planned"] else None
 
 
-def _stepper(model: nn.Module, loss: Callable[[], Tensor], session: Session | None) -> Callable[[], None]:
+def _stepper(
+    model: nn.Module, loss: Callable[[], Tensor], session: Session | None, warm: int = 1
+) -> Callable[[], None]:
     """A step, run so often that nothing happens for the first time any more, and no method still measures."""
 
     def step() -> None:
@@ -145,7 +153,7 @@ def _stepper(model: nn.Module, loss: Callable[[], Tensor], session: Session | No
             found = loss()
         torch.autograd.backward(found)
 
-    for _ in range(3 if session is not None and session.adapts else 1):
+    for _ in range(3 if session is not None and session.adapts else warm):
         step()
     return step
 
@@ -161,9 +169,9 @@ def _peak(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
 def _timed(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
     """In a child: the fastest step, and how far its gradients are from exact ones."""
     model, loss, session = _read(argument)
-    step = _stepper(model, loss, session)
+    step = _stepper(model, loss, session, min(1, argument["steps"]))
     seconds = []
-    for _ in range(_STEPS):
+    for _ in range(argument["steps"]):
         began = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began)
@@ -173,8 +181,9 @@ def _timed(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
         exact = gradients(model, loss)
         square = math.fsum(float(g.square().sum(dtype=torch.float64)) for g in exact.values())
         off = 0.0
+        plan = session.plan() if session.adapts else None  # one that adapts is judged by what it came to
         for seed in range(_SEEDS):
-            found = session.beside(plan=session.plan(), seed=seed).gradients(loss, 1)
+            found = session.beside(plan=plan, seed=seed).gradients(loss, 1)
             off += math.fsum(float((found[n] - g).square().sum(dtype=torch.float64)) for n, g in exact.items())
         error = math.sqrt(off / _SEEDS / square) if square else 0.0
-    return {"seconds": min(seconds), "error": error}
+    return {"seconds": min(seconds, default=math.nan), "error": error}

@@ -39,6 +39,8 @@ class Method(ABC):
     name: ClassVar[str]
     rebuilds: ClassVar[bool] = False
     """Does it ask for tensors to be rebuilt from others? Finding out which can be costs a little time."""
+    checkpoints: ClassVar[tuple[str, ...]] = ()
+    """Paths of modules whose forward runs once more in backward."""
 
     @abstractmethod
     def choose(self, use: Use) -> Choice:
@@ -387,6 +389,11 @@ class Planned(Method):
         """If the plan says so anywhere."""
         return self.plan.rebuilds
 
+    @property
+    def checkpoints(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the plan."""
+        return self.plan.checkpoints
+
     def choose(self, use: Use) -> Choice:
         """What the plan says; a tensor that it does not list stays exact."""
         return self.plan.choice_for(use.sites) or Choice.keep("not in the plan")
@@ -405,12 +412,22 @@ class Planned(Method):
 
     def __str__(self) -> str:
         rows = [f"{site} {c.action} {c.codec!r} {c.home}" for site, c in self.plan.choices.items()]
+        rows += self.plan.checkpoints
         digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=4).hexdigest()
         return f"plan {digest} of {len(self.plan)} sites"
 
     def require_some_module(self, model: nn.Module) -> None:
-        """Raise if the plan is for another model: none of the modules that it names is there."""
+        """Raise if the plan is for another model: none of the modules that it names is there.
+
+        A module that is to be computed again must be there in any case.
+        """
         named_here = {name for name, _ in model.named_modules()}
+        unknown = [path for path in self.plan.checkpoints if path not in named_here]
+        if unknown:
+            raise ValueError(
+                f"this plan computes {named(unknown)} again, and the model has no such module; it has "
+                f"{', '.join(map(repr, sorted(named_here)[1:6]))} and so on. Plan for this model"
+            )
         modules = {site.module for site in self.plan.choices}
         if modules and not modules & named_here:
             raise ValueError(
@@ -425,6 +442,8 @@ class Planned(Method):
         notes = [f"{found} of the plan's {len(self.plan)} sites were met"] if met.missing else []
         if met.missing:
             notes.append(f"in the plan and not met: {named(met.missing)}")
+        if self.checkpoints:
+            notes.append(f"computed again in backward, so nothing that they save is stored: {named(self.checkpoints)}")
         kept = [site for site in met.added if made.choices[site] == Choice.keep()]
         if kept:
             notes.append(f"met and not in the plan, so kept exactly: {named(kept)}")

@@ -22,7 +22,8 @@ class Plan:
 
     ``lowtide.compress(model, plan)`` runs it. ``session.plan()`` and ``handle.plan()`` give the plan that a method made
     in the last forward. A codec in place of a choice means to store with it. ``method`` tells a reader where the plan
-    comes from.
+    comes from. ``checkpoints`` are paths of modules whose forward runs once more in backward: nothing is stored of what
+    they save, and no site inside them is met.
 
     >>> from lowtide.codecs import GroupQuant
     >>> plan = Plan({Site("fc", "Addmm", "mat1", 0): GroupQuant(bits=4)})
@@ -35,6 +36,7 @@ class Plan:
 
     choices: Mapping[Site, Choice] = field(default_factory=dict)
     method: str = field(default="", compare=False)
+    checkpoints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         table: Mapping[Site, Choice | Codec] = self.choices
@@ -44,6 +46,7 @@ class Plan:
                 raise TypeError(f"a plan maps a lowtide.Site to a lowtide.Choice or a codec; got {site!r}: {choice!r}")
             choices[site] = choice if isinstance(choice, Choice) else Choice.store(choice)
         object.__setattr__(self, "choices", choices)
+        object.__setattr__(self, "checkpoints", _paths(self.checkpoints))
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -64,7 +67,7 @@ class Plan:
     def without(self, sites: Iterable[Site]) -> Plan:
         """The plan with these sites kept exact."""
         spared = dict.fromkeys(sites, Choice.keep("spared"))
-        return Plan({**self.choices, **spared}, self.method)
+        return Plan({**self.choices, **spared}, self.method, self.checkpoints)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What ``other`` has that this plan has not, what it lacks, and what it does otherwise."""
@@ -75,12 +78,14 @@ class Plan:
             changed={site: (here[site], there[site]) for site in common if here[site] != there[site]},
             missing=tuple(site for site in here if site not in there),
             added=tuple(site for site in there if site not in here),
+            checkpoints=(self.checkpoints, other.checkpoints),
         )
 
     def to_data(self) -> dict[str, Any]:
         """Plain data, fit for JSON: one row a site."""
         rows = [{**site._asdict(), **choice.to_config()} for site, choice in self.choices.items()]
-        return {"version": _VERSION, "method": self.method, "sites": rows}
+        blocks = {"checkpoints": list(self.checkpoints)} if self.checkpoints else {}
+        return {"version": _VERSION, "method": self.method, **blocks, "sites": rows}
 
     def to_json(self) -> str:
         """:meth:`to_data` as text."""
@@ -112,7 +117,10 @@ class Plan:
             if site in choices:
                 raise ValueError(f"row {number} of the plan: {site} is listed twice")
             choices[site] = choice
-        return cls(choices, str(data.get("method", "")))
+        try:
+            return cls(choices, str(data.get("method", "")), data.get("checkpoints", ()))
+        except TypeError as error:
+            raise ValueError(str(error)) from error
 
     def save(self, path: str | Path) -> None:
         """Write JSON."""
@@ -127,7 +135,8 @@ class Plan:
         """A line for each site."""
         count = f"plan of {len(self)} site{'' if len(self) == 1 else 's'}"
         width = max((len(str(site)) for site in self.choices), default=0)
-        lines = [f"{site!s:{width}}  {choice}" for site, choice in self.choices.items()]
+        lines = [f"{path}  computed again in backward" for path in self.checkpoints]
+        lines += [f"{site!s:{width}}  {choice}" for site, choice in self.choices.items()]
         return "\n".join((f"{count}, made by {self.method}" if self.method else count, *lines))
 
 
@@ -141,9 +150,12 @@ class PlanDiff:
     """Sites of the first plan that the second lacks."""
     added: tuple[Site, ...]
     """Sites of the second plan that the first lacks."""
+    checkpoints: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """The modules that each of the two computes again."""
 
     def __bool__(self) -> bool:
-        return bool(self.changed or self.missing or self.added)
+        first, second = self.checkpoints
+        return bool(self.changed or self.missing or self.added or first != second)
 
     def __str__(self) -> str:
         """Counts, then every site that differs by name."""
@@ -154,10 +166,27 @@ class PlanDiff:
         lines += [f"changed  {site}: {old} -> {new}" for site, (old, new) in self.changed.items()]
         lines += [f"missing  {site}" for site in self.missing]
         lines += [f"added    {site}" for site in self.added]
+        first, second = self.checkpoints
+        lines += [f"computed again by the first alone: {path}" for path in first if path not in second]
+        lines += [f"computed again by the second alone: {path}" for path in second if path not in first]
         return "\n".join(lines)
 
 
-def named(sites: Iterable[Site]) -> str:
+def _paths(given: Any) -> tuple[str, ...]:
+    """Paths of modules, in order; none may be named twice or lie inside another."""
+    if isinstance(given, str) or not isinstance(given, (list, tuple)) or not all(isinstance(p, str) for p in given):
+        raise TypeError(f"checkpoints are paths of modules, such as ('layers.0', 'layers.1'); got {given!r}")
+    paths = tuple(given)
+    for i, path in enumerate(paths):
+        if not path:
+            raise ValueError("the whole model cannot be a checkpoint: name modules inside it")
+        for other in (*paths[:i], *paths[i + 1 :]):
+            if path == other or path.startswith(f"{other}."):
+                raise ValueError(f"checkpoints cannot hold one another or be named twice; got {other!r} and {path!r}")
+    return paths
+
+
+def named(sites: Iterable[Site | str]) -> str:
     """Sites in words; of many the first."""
     names = [str(site) for site in sites]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

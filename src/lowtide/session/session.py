@@ -46,6 +46,7 @@ from .ledger import REMADE, SHAPE_ONLY, Entry, Ledger
 from .memory import Memory
 from .noise import forward_noise
 from .packing import Packer
+from .recomputing import Recomputed
 from .replay import Sketch, gradients
 from .watching import watch
 
@@ -80,6 +81,7 @@ class Session:
         self._team = team
         self._rebuilds = policy.rebuilds
         self._packer = Packer(policy)
+        self._recomputed = Recomputed(model, policy.method.checkpoints)
         self._probing = False
         self._repeated: tuple[Callable[[], Tensor], int] | None = None
         self._abilities = capture.probe()
@@ -139,6 +141,7 @@ class Session:
         self._capture.__enter__()
         self._entered = 1
         self._thread = threading.get_ident()
+        self._recomputed.open()
 
     def _tune(self, tuner: Tuner) -> None:
         """Let the method's tuner decide; ranks that work on the same samples do as the first of them."""
@@ -149,6 +152,7 @@ class Session:
     def _close(self) -> None:
         """Stop watching; encode what nobody holds, and note what somebody does."""
         self._entered = 0
+        self._recomputed.close()
         if self._capture is not None:
             try:
                 self._capture.finish()
@@ -547,7 +551,8 @@ class Session:
         Each tensor is listed at every site that saved it. Masks, indices and shapes are not listed, because every
         method keeps them losslessly, and neither are small tensors.
         """
-        return Plan({site: choice for use, choice in self._packer.chosen for site in use.sites}, str(self.method))
+        choices = {site: choice for use, choice in self._packer.chosen for site in use.sites}
+        return Plan(choices, str(self.method), self.method.checkpoints)
 
     def ambiguous(self) -> set[Site]:
         """Sites that several forwards of the session saved and that were treated differently; a plan has the last."""

@@ -22,6 +22,7 @@ LAYERS = [
     *["__main__", "cli"],
     *["tools.demo", "tools.targets"],
     *["attachment"],
+    *["page.writing", "page.document", "page.sentences", "page.timeline"],
     *["planning.budgeted", "planning.memory_errors", "planning.fitting", "planning.planner", "planning.verifying"],
     *["planning.profiling", "planning.observing", "planning.recorder", "planning.solvers"],
     *["machine.costs", "machine.measure", "machine.malloc"],
@@ -48,8 +49,10 @@ LAYERS = [
 PLACE = {name: i for i, name in enumerate(LAYERS)}
 FILES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}
 
-# An import inside a function that breaks a cycle: a backend is loaded when its first operator is called.
+# An import inside a function that breaks a cycle: a backend is loaded when its first operator is called, and what
+# can be saved as a page calls the writer of pages, which stands above all that it joins.
 LATE = {("kernels.backends", "kernels.cpu"), ("kernels.cpu", "kernels.backends")}
+LATE |= {(name, "page.writing") for name in ("report", "policy.plan", "planning.profiling", "verify.check")}
 
 
 def imports_of(name: str) -> set[str]:

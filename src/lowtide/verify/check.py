@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..codecs import Codec
 from ..graph import capture
 from ..graph.capture import Site
 from ..policy.methods import Method
-from ..policy.plan import Plan
+from ..policy.plan import Plan, is_page
 from ..policy.use import Use
 from ..report import Report, size
 from ..session import MIN_NUMEL, Session, attached, new_session
@@ -139,6 +140,44 @@ class CheckResult:
         data["sites"] = [{**asdict(s), "sites": [site._asdict() for site in s.sites]} for s in self.sites]
         return json.dumps(_plain(data), indent=1, allow_nan=False)
 
+    @classmethod
+    def from_json(cls, text: str) -> CheckResult:
+        """The result that :meth:`to_json` wrote, with NaN for each null; anything else raises a ValueError."""
+        try:
+            data = json.loads(text)
+            sites = [
+                SiteCheck(tuple(Site(**s) for s in r["sites"]), r["codec"], _number(r["fall"])) for r in data["sites"]
+            ]
+            return cls(
+                **{name: data[name] for name in ("method", "verdict", "reason", "seeds", "stored")},
+                overall=_difference(data["overall"]),
+                parameters={name: _difference(row) for name, row in data["parameters"].items()},
+                nonfinite=tuple(data["nonfinite"]),
+                sites=tuple(sites),
+                report=Report.from_json(json.dumps(data["report"])),
+                notes=tuple(data["notes"]),
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not the result of a check: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | Path, **beside: Any) -> None:
+        """Write JSON, or a page if the name ends in .html.
+
+        A page shows what is given ``beside`` too: ``profile``, ``plan`` and ``verification`` of the same model.
+        """
+        if is_page(path):
+            from ..page.writing import save_page  # which stands above: it joins all that there is to show
+
+            save_page(path, check=self, **beside)
+            return
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        from ..page.writing import notebook
+
+        return notebook(check=self)
+
     def __str__(self) -> str:
         """Verdict, reason, totals, worst parameters and sites."""
         total, report = self.overall, self.report
@@ -168,6 +207,14 @@ class CheckResult:
             rows = [(", ".join(map(str, s.sites)), s.codec, f"{s.fall:.1%}") for s in self.sites[:_SHOWN]]
             lines += _aligned([(head, "codec", "squared error falls by"), *rows])
         return "\n".join((*lines, *(f"note: {note}" for note in self.notes)))
+
+
+def _difference(row: Mapping[str, Any]) -> Difference:
+    return Difference(**{name: value if name == "sgd_noise" else _number(value) for name, value in row.items()})
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _aligned(table: Sequence[tuple[str, ...]]) -> list[str]:

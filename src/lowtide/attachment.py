@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,13 +13,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .codecs import Codec
+from .machine.measure import peak_so_far
 from .planning.budgeted import Budgeted
 from .planning.planner import nbytes_of
 from .policy.methods import Auto, Method
 from .policy.plan import Plan
-from .report import Report
+from .report import Report, size
 from .session import MIN_NUMEL, OPENER, Session, attached, new_session
 from .verify.guard import Guard, Watch
+
+logger = logging.getLogger("lowtide")
 
 
 class Attachment:
@@ -27,7 +32,12 @@ class Attachment:
     """
 
     def __init__(
-        self, model: nn.Module, session: Session, guard: Guard | None = None, budget: Budgeted | None = None
+        self,
+        model: nn.Module,
+        session: Session,
+        guard: Guard | None = None,
+        budget: Budgeted | None = None,
+        log_every: int | None = None,
     ) -> None:
         self._session = session
         self._budget = budget
@@ -43,6 +53,8 @@ class Attachment:
         self._hooks.append(model.register_forward_hook(_closer(session), always_call=True))
         if self.guard is not None:
             self._hooks.append(model.register_forward_hook(_after(self.guard), with_kwargs=True))
+        if log_every is not None:
+            self._hooks.append(model.register_forward_hook(_teller(session, self.guard, log_every)))
 
     def __enter__(self) -> Attachment:
         return self
@@ -146,6 +158,29 @@ def _after(watch: Watch) -> Callable[..., None]:
     return wait
 
 
+def _teller(session: Session, guard: Watch | None, every: int) -> Callable[..., None]:
+    def tell(module: nn.Module, args: Any, output: Any) -> None:
+        due = session.step > 0 and session.step % every == 0 and torch.is_grad_enabled()
+        if due and not torch.compiler.is_compiling() and not session.is_aside and logger.isEnabledFor(logging.INFO):
+            logger.info(_status(session, guard, next(module.parameters(), None)))
+
+    return tell
+
+
+def _status(session: Session, guard: Watch | None, parameter: Tensor | None) -> str:
+    """One line: what the last forward kept, the highest memory so far, what the guard says."""
+    report = session.report()
+    parts = [f"{size(report.stored_nbytes)} kept for backward instead of {size(report.plain_nbytes)}"]
+    peak = peak_so_far(None if parameter is None else parameter.device)
+    if peak is not None:
+        parts.append(f"peak so far {size(peak)}")
+    if guard is not None:
+        read = guard.readings[-1] if guard.readings else None
+        last = "" if read is None else f", last error {math.sqrt(read.error / read.square) if read.square else 0.0:.3g}"
+        parts.append(f"guard off: {guard.off}" if guard.off else f"guard raised {len(guard.raised)} tensors{last}")
+    return f"step {session.step}: {'; '.join(parts)}"
+
+
 def compress(
     model: nn.Module,
     method: str | Method | Codec | Plan = "auto",
@@ -210,6 +245,7 @@ def attach(
     derive: bool = False,
     guard: bool | Guard = False,
     budget: int | float | str | None = None,
+    log_every: int | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     **options: Any,
@@ -230,6 +266,9 @@ def attach(
     before the first step from shapes alone, after it from what noise does to this model's gradients. The budget holds
     weights, gradients and batch too, but not the optimizer. One that no plan meets is an error at the first forward.
 
+    With ``log_every=100`` every hundredth step logs one line at level INFO to the logger "lowtide": the bytes kept for
+    backward, the highest memory of the process or the device so far, and what the guard found.
+
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
     >>> handle = lowtide.attach(model, "cast")
@@ -240,6 +279,8 @@ def attach(
     """
     if not isinstance(guard, (bool, Guard)):
         raise TypeError(f"guard must be True, False or a lowtide.Guard; got {guard!r}")
+    if log_every is not None and (isinstance(log_every, bool) or not isinstance(log_every, int) or log_every < 1):
+        raise ValueError(f"log_every must be a whole number of at least 1, or None; got {log_every!r}")
     limit = None if budget is None else nbytes_of(budget)
     session = new_session(
         model,
@@ -256,4 +297,4 @@ def attach(
     if attached(model):
         raise RuntimeError("this model, or a module of it, is attached already; remove() that handle first")
     planned = None if limit is None else Budgeted(session, limit)
-    return Attachment(model, session, Guard() if guard is True else guard or None, planned)
+    return Attachment(model, session, Guard() if guard is True else guard or None, planned, log_every)

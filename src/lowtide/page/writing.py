@@ -80,12 +80,27 @@ def _digest(text: str) -> str:
 # ---------------------------------------------------------------- reading what was written
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """The document of a file: a page, its document, or a profile, a plan, a report or a check as JSON.
+def read(*paths: str | Path) -> dict[str, Any]:
+    """The document of files: a page or its document, or profiles, plans, reports and checks of one model as JSON.
 
-    Anything else raises a ValueError that says what is wrong.
+    Anything else raises a ValueError that names the file and says what is wrong.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    parts: dict[str, Any] = {}
+    for path in paths:
+        try:
+            name, part = _part(Path(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        if name in parts or (paths[1:] and name == KIND):
+            raise ValueError(f"{path}: one profile, plan, report and check each can be joined, and no whole page")
+        parts[name] = part
+    made: dict[str, Any] = parts[KIND] if KIND in parts else document(**parts)
+    return made
+
+
+def _part(path: Path) -> tuple[str, Any]:
+    """What a file has, and the name under which :func:`document` takes it."""
+    text = path.read_text(encoding="utf-8")
     if is_page(path):
         start = text.find(_OPENING)
         if start < 0:
@@ -101,15 +116,15 @@ def read(path: str | Path) -> dict[str, Any]:
     if data.get("kind") == KIND:
         if data.get("format") != FORMAT:
             raise ValueError(f"this document has format {data.get('format')!r}; this version reads {FORMAT}")
-        return data
+        return KIND, data
     if "blocks" in data:
-        return document(profile=Profile.from_json(text))
+        return "profile", Profile.from_json(text)
     if "version" in data:
-        return document(plan=BudgetPlan.from_data(data))
+        return "plan", BudgetPlan.from_data(data)
     if "verdict" in data:
-        return document(check=CheckResult.from_json(text))
+        return "check", CheckResult.from_json(text)
     if "plain_nbytes" in data:
-        return document(report=Report.from_json(text))
+        return "report", Report.from_json(text)
     raise ValueError("this is no profile, plan, report, check or page of Lowtide; write one with save()")
 
 

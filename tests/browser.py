@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,15 @@ FLAGS = (
     *("--disable-dev-shm-usage", "--mute-audio", "--remote-debugging-pipe"),
 )
 _SECONDS = 60
+
+# Chromium reads from 3 and writes to 4, so the ends of the pipes are put there before it starts.
+_PLACE = """
+import os, sys
+read, write = (os.dup(int(number)) for number in sys.argv[1:3])
+read, write = os.dup(read), os.dup(write)
+os.dup2(read, 3), os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class Browser:
@@ -122,20 +132,22 @@ def browser() -> Iterator[Browser]:
     """A new Chromium with an empty profile."""
     assert CHROMIUM is not None
     to_child, from_child = os.pipe(), os.pipe()
-
-    def place() -> None:  # in the child: it reads from 3 and writes to 4
-        read, write = os.dup(to_child[0]), os.dup(from_child[1])
-        os.dup2(read, 3)
-        os.dup2(write, 4)
-
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
-            [CHROMIUM, *FLAGS, f"--user-data-dir={folder}"],
+            [
+                sys.executable,
+                "-c",
+                _PLACE,
+                str(to_child[0]),
+                str(from_child[1]),
+                CHROMIUM,
+                *FLAGS,
+                f"--user-data-dir={folder}",
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=place,
-            pass_fds=(3, 4),
+            pass_fds=(to_child[0], from_child[1]),
         )
         os.close(to_child[0])
         os.close(from_child[1])

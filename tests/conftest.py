@@ -116,6 +116,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_mixing.py::test_sensitivity_times_error_is_what_rounding_does_to_the_weight_gradient": ("linear",),
     "test_mixing.py::test_the_plan_beats_equal_bits_for_all": (),
     "test_mixing.py::test_the_plan_keeps_its_promise_of_bytes": ("2.3",),
+    "test_page.py::test_the_peak_is_that_of_measured_bytes": (),
+    "test_page.py::test_the_timeline_is_that_of_profile_and_planner": ("encoder",),
     "test_plan.py::test_a_broken_state_is_refused_in_words_and_changes_nothing": ("gact",),
     "test_plan.py::test_a_plan_of_every_method_repeats_it_bit_for_bit": ("division-residual", "blpa-residual"),
     "test_plan.py::test_memory_is_shared_by_equal_arguments_only_and_dies_with_the_model": (),

@@ -76,12 +76,17 @@ def document(
         "fidelity": None if check is None else _fidelity(check),
         "why": sentences(report, profile, timeline, rows),
         "tables": [dict(table) for table in tables],
-        "notes": list(
-            dict.fromkeys(note for part in (report, profile, check) if part is not None for note in part.notes)
-        ),
+        "notes": _notes(report, profile, check),
     }
     plain: dict[str, Any] = _plain(made)
     return plain
+
+
+def _notes(report: Report | None, profile: Profile | None, check: CheckResult | None) -> list[str]:
+    found = [note for part in (report, profile, check) if part is not None for note in part.notes]
+    if profile is not None and not profile.workspaces:
+        found.append("memory that operators take inside themselves was not measured and is not in these numbers")
+    return list(dict.fromkeys(found))
 
 
 def _check_types(*parts: Any) -> None:

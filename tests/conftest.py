@@ -65,6 +65,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_codecs.py::test_nan_comes_back_where_it_is_documented": ("-nan",),
     "test_codecs.py::test_support_restores_zeros": ("torch.float32-torch.contiguous_format",),
     "test_codecs.py::test_what_is_not_finite_never_looks_finite": ("torch.float32-nan",),
+    "test_commands.py::test_bench_runs_real_steps": (),
+    "test_commands.py::test_the_demo_ends_with_a_page_and_names_it": (),
     "test_derive.py::test_a_tensor_that_was_edited_is_not_rebuilt": ("LayerNorm",),
     "test_derive.py::test_convolution_after_norm_and_relu_stays_unbiased": (),
     "test_evidence.py::test_every_method_is_measured_and_every_entry_runs": (),

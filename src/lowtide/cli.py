@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     that cannot be met), 2 if there is no answer because of an error, and 130 after an interrupt. An error is one line
     on standard error; ``--debug`` adds the traceback.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(_with_negatives(sys.argv[1:] if argv is None else argv))
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
@@ -63,6 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"lowtide {arguments.command}: {_in_one_line(error, arguments.debug)}", file=sys.stderr)
         return 2
+
+
+def _with_negatives(argv: Sequence[str]) -> list[str]:
+    """Arguments in which ``--budget -1GiB`` is one: argparse would take its second half for an option."""
+    found: list[str] = []
+    for word in argv:
+        if found and found[-1].startswith("--") and "=" not in found[-1] and word[:1] == "-" and word[1:2].isdigit():
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _in_one_line(error: Exception, debug: bool) -> str:

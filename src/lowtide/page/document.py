@@ -154,11 +154,8 @@ def _headline(
         }
     elif timeline is not None:
         after = None if timeline["after"] is None else timeline["after"]["peak"]["nbytes"]
-        peak = {
-            "before": timeline["before"]["peak"]["nbytes"],
-            "after": after,
-            "how": "computed from the recorded step",
-        }
+        how = "computed without data" if profile is not None and profile.fake else "computed from the recorded step"
+        peak = {"before": timeline["before"]["peak"]["nbytes"], "after": after, "how": how}
     elif predicted is not None:
         peak = {"before": predicted.plain_peak, "after": predicted.peak, "how": "predicted by the planner"}
     if report is not None:

@@ -116,16 +116,15 @@ def _stages(taken: Iterable[Band]) -> dict[str, str]:
         if band.role == SAVED:
             labels[band.label] += band.nbytes
     paths = {label: parsed(label)[0].split(".") for label in labels}
-    deepest = max(map(len, paths.values()), default=1)
-    for depth in range(1, deepest + 1):
-        parts = {label: ".".join(parts[:depth]) for label, parts in paths.items()}
-        if len(set(parts.values())) >= _STAGES - 1:
+    parts: dict[str, str] = {}
+    sums: dict[str, int] = {}
+    for depth in range(1, 1 + max(map(len, paths.values()), default=0)):
+        parts = {label: ".".join(names[:depth]) for label, names in paths.items()}
+        sums = defaultdict(int)
+        for label, nbytes in labels.items():
+            sums[parts[label]] += nbytes
+        if len(sums) >= _STAGES - 1 and max(sums.values()) <= sum(sums.values()) / 2:
             break
-    else:
-        parts = {label: ".".join(parts) for label, parts in paths.items()}
-    sums: dict[str, int] = defaultdict(int)
-    for label, nbytes in labels.items():
-        sums[parts[label]] += nbytes
     joined, total, done = {}, sum(sums.values()), 0
     for part, nbytes in sums.items():
         # A part belongs to the stage in which its middle lies.
@@ -136,9 +135,9 @@ def _stages(taken: Iterable[Band]) -> dict[str, str]:
     members: dict[Any, list[str]] = defaultdict(list)
     for part, stage in joined.items():
         members[stage].append(part)
-    named = {stage: [part for part in parts if part] or ["(model)"] for stage, parts in members.items()}
-    names = {stage: m[0] if len(m) == 1 else f"{m[0]} to {m[-1]}" for stage, m in named.items()}
-    return {label: names[joined[part]] for label, part in parts.items()}
+    named = {stage: [part for part in inside if part] or ["(model)"] for stage, inside in members.items()}
+    title = {stage: m[0] if len(m) == 1 else f"{m[0]} to {m[-1]}" for stage, m in named.items()}
+    return {label: title[joined[part]] for label, part in parts.items()}
 
 
 def parsed(label: str) -> tuple[str, str, str, int]:

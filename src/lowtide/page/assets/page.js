@@ -466,8 +466,8 @@
       cursor: { points: { size: 8 }, drag: { x: false, y: false } },
       scales: { x: { time: false, range: [low - room, high + room] }, y: { distr: 3, range: [least / 1.5, most * 1.5] } },
       axes: [
-        { stroke: () => colour("muted"), font: axisFont(), splits: byteTicks, values: (u, s) => s.map(tick), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, label: "peak of the step", labelFont: axisFont(), labelSize: 20, space: 90 },
-        { stroke: () => colour("muted"), font: axisFont(), size: 56, splits: powers, values: (u, s) => s.map(short), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, label: name, labelFont: axisFont(), labelSize: 20 },
+        { stroke: () => colour("muted"), font: axisFont(), splits: byteTicks, values: (u, s) => s.map(tick), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, label: "peak of the step", labelFont: axisFont(), labelSize: 20, size: 30, space: 90 },
+        { stroke: () => colour("muted"), font: axisFont(), size: 56, splits: powers, filter: (u, splits) => splits, values: (u, s) => s.map(short), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, label: name, labelFont: axisFont(), labelSize: 20 },
       ],
       series: [
         {},
@@ -506,7 +506,7 @@
         if (!noise) bar.append(make("span", { style: { width: `${(100 * (p.error || 0)) / worst}%` } }));
         else if (p.ratio != null) bar.append(make("span", { style: { width: `${Math.min(100, (100 * p.ratio) / full)}%`, background: p.ratio > 1 ? "var(--bad)" : null } }), make("i", { style: { left: `${100 / full}%` } }));
         return make("tr", {}, make("th", { scope: "row", class: !p.counts && "muted" }, p.parameter),
-          make("td", {}, bar, noise && p.ratio != null ? make("span", { class: "muted" }, `${short(p.ratio)}x`) : null),
+          make("td", {}, make("div", { class: "measure" }, bar, noise && p.ratio != null ? make("span", { class: "muted" }, `${short(p.ratio)}x`) : null)),
           ...[p.error, p.sgd_noise, p.bias, p.cosine].map((v) => make("td", { class: "number" }, short(v))));
       }));
       byId("more-parameters").hidden = found.parameters.length <= lines;

@@ -9,7 +9,7 @@ ZOO := .venv-zoo
 NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
 .PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
-        evidence-plan evidence-safety clean
+        evidence-plan evidence-safety gallery clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -75,6 +75,9 @@ $(ZOO)/.ready: pyproject.toml constraints.txt
 
 evidence-safety: $(ZOO)/.ready
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m evidence.safety
+
+gallery: $(EVIDENCE)
+	$(BIN)/python -m evidence.gallery
 
 clean:
 	rm -rf $(VENV) $(ZOO) .mypy_cache .pytest_cache .ruff_cache dist

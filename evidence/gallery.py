@@ -97,23 +97,37 @@ def make(name: str) -> None:
         found = without_data(model, batch, loss, optimizer=optimizer)
     made = lowtide.plan(found, net.part * found.peak)
     result = lowtide.check(model, batch, loss, made, seconds=20) if net.real else None
-    made.save(FOLDER / f"{name}.html", check=result, title=f"{net.title}: {made.limit}")
+    made.save(FOLDER / f"{name}.html", check=result, title=net.title)
     print(f"{name}: {made.summary()}\n{result.verdict if result else ''}", flush=True)
 
 
+SHOTS = {
+    "": (1200, False, "header", "#timeline .panels"),
+    "-dark": (1200, True, "header", "#timeline .panels"),
+    "-phone": (360, False, "header", "#timeline .panels"),
+    "-tensors": (1200, False, "#tensors", "#tensors"),
+    "-gradients": (1200, False, "#frontier", "#fidelity"),
+}
+"""By the end of a picture's name: width of the window, is it dark, and which part of the page it shows."""
+EXTRA = {"resnet50": ("-dark", "-phone"), "vit": ("-tensors", "-gradients")}
+
+
 def pictures(name: str) -> None:
+    from PIL import Image
+
     from browser import browser
 
     page = FOLDER / f"{name}.html"
     write(read(page), page)  # as this version writes it
     with browser() as tab:
-        for kind, width, dark in (("light", 1200, False), ("dark", 1200, True), ("phone", 360, False)):
+        for end in ("", *EXTRA.get(name, ())):
+            width, dark, first, last = SHOTS[end]
             tab.look(width, 900, dark=dark)
             tab.open(page)
-            end = tab.run("document.getElementById('tensors').offsetTop" if kind != "phone" else "1500")
-            tab.look(width, int(end), dark=dark)
-            tab.settle()
-            tab.screenshot(FOLDER / f"{name}-{kind}.png", full=False)
+            path = FOLDER / f"{name}{end}.png"
+            tab.screenshot(path, first, last)
+            with Image.open(path) as image:
+                image.convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def main() -> None:

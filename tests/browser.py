@@ -121,9 +121,14 @@ class Browser:
             code = {"Tab": 9, "ArrowRight": 39}[name]
             self.send("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code)
 
-    def screenshot(self, path: Path, *, full: bool = True) -> None:
-        """The whole page, or what the window shows, as PNG."""
-        found = self.send("Page.captureScreenshot", captureBeyondViewport=full)
+    def screenshot(self, path: Path, first: str = "body", last: str = "body") -> None:
+        """The page from the top of one element to the bottom of another, as PNG."""
+        top, bottom = (
+            self.run(f"document.querySelector('{s}').getBoundingClientRect()['{side}'] + scrollY")
+            for s, side in ((first, "top"), (last, "bottom"))
+        )
+        clip = {"x": 0, "y": top, "width": self.run("innerWidth"), "height": bottom - top, "scale": 1}
+        found = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(found["data"]))
 
 

@@ -19,6 +19,13 @@
     return node;
   }
 
+  // A name that may go on in a new line after each of its dots.
+  function dotted(name) {
+    const node = make("span");
+    name.split(/(?<=\.)/).forEach((part, i) => node.append(...(i ? [make("wbr"), part] : [part])));
+    return node;
+  }
+
   // As lowtide.report.size writes them, with half a tenth rounded to even.
   function tenths(value) {
     const scaled = value * 10;
@@ -176,7 +183,7 @@
       padding: [16, 20, 0, 0],
       legend: { show: false },
       cursor: { y: false, points: { show: false }, drag: { x: true, y: false } },
-      scales: { x: { time: false, range: (u, low, high) => [low, high] }, y: { range: [0, most * 1.08] } },
+      scales: { x: { time: false, range: (u, low, high) => [low === at[0] ? 0 : low, high === at[at.length - 1] ? moments - 1 : high] }, y: { range: [0, most * 1.08] } },
       axes: [
         {
           stroke: () => colour("muted"), font: axisFont(), size: 34, grid: { show: false }, ticks: { show: false },
@@ -215,9 +222,10 @@
             c.arc(x, y, 4 * ratio, 0, 7);
             c.fill();
             c.font = `600 ${12 * ratio}px system-ui, sans-serif`;
-            const right = x > u.bbox.left + u.bbox.width * 0.7;
+            const words = `peak ${size(peak.nbytes)}`;
+            const right = x + c.measureText(words).width + 8 * ratio > u.bbox.left + u.bbox.width;
             c.textAlign = right ? "right" : "left";
-            c.fillText(`peak ${size(peak.nbytes)}`, x + (right ? -8 : 8) * ratio, y - 4 * ratio);
+            c.fillText(words, x + (right ? -8 : 8) * ratio, y - 4 * ratio);
             c.restore();
           },
         ],
@@ -348,7 +356,7 @@
       byId("bars").replaceChildren(...sorted.slice(0, bars).map((group) => {
         const forms = present.filter((form) => group.parts[form]).map((form) => `${form}: ${size(group.parts[form].plain)} → ${size(group.parts[form].stored)}`);
         return make("li", { title: `${group.key}\n${group.count} saved\n${forms.join("\n")}` },
-          make("span", { class: "name" }, group.key, byId("group").value === "tensor" ? null : make("span", { class: "muted" }, ` · ${group.count}`)),
+          make("span", { class: "name" }, dotted(group.key), byId("group").value === "tensor" ? null : make("span", { class: "muted" }, ` · ${group.count}`)),
           make("span", { class: "tracks", "aria-hidden": "true" }, track("plain", group.parts, most, "plain"), track("stored", group.parts, most, "stored")),
           make("span", { class: "figures" }, `${size(group.plain)} → `, make("b", {}, size(group.stored))));
       }));
@@ -384,7 +392,7 @@
       const shown = sorted(rows).slice(0, lines);
       table.tBodies[0].replaceChildren(...shown.map((row) => make("tr", {}, ...columns.map(([, key, cell]) => {
         if (key === "form") return make("td", { class: "form" }, make("span", { class: "swatch", "aria-hidden": "true", style: { background: `var(--${row.form})` } }), ` ${row.form}`);
-        return make("td", { class: key.endsWith("nbytes") ? "number" : key }, cell(row));
+        return make("td", { class: key.endsWith("nbytes") ? "number" : key }, key === "module" || key === "op" ? dotted(cell(row)) : cell(row));
       }))));
       byId("more-rows").hidden = rows.length <= lines;
       byId("more-rows").textContent = `Show ${rows.length - lines} more rows`;
@@ -461,7 +469,7 @@
     };
     mount(holder, {
       height: 240,
-      padding: [12, 16, 0, 0],
+      padding: [12, 30, 0, 0],
       legend: { show: false },
       cursor: { points: { size: 8 }, drag: { x: false, y: false } },
       scales: { x: { time: false, range: [low - room, high + room] }, y: { distr: 3, range: [least / 1.5, most * 1.5] } },
@@ -505,7 +513,7 @@
         const bar = make("div", { class: "meter", "aria-hidden": "true" });
         if (!noise) bar.append(make("span", { style: { width: `${(100 * (p.error || 0)) / worst}%` } }));
         else if (p.ratio != null) bar.append(make("span", { style: { width: `${Math.min(100, (100 * p.ratio) / full)}%`, background: p.ratio > 1 ? "var(--bad)" : null } }), make("i", { style: { left: `${100 / full}%` } }));
-        return make("tr", {}, make("th", { scope: "row", class: !p.counts && "muted" }, p.parameter),
+        return make("tr", {}, make("th", { scope: "row", class: !p.counts && "muted" }, dotted(p.parameter)),
           make("td", {}, make("div", { class: "measure" }, bar, noise && p.ratio != null ? make("span", { class: "muted" }, `${short(p.ratio)}x`) : null)),
           ...[p.error, p.sgd_noise, p.bias, p.cosine].map((v) => make("td", { class: "number" }, short(v))));
       }));

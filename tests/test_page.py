@@ -110,7 +110,10 @@ def test_few_points_still_have_the_peak(step, monkeypatch):
     profile = step[2]
     for points in (1, 7):
         monkeypatch.setattr(timeline, "_POINTS", points)
-        side = document(profile=profile)["timeline"]["before"]
+        made = document(profile=profile)
+        side = made["timeline"]["before"]
+        assert made["headline"]["peak"]["before"] == profile.peak
+        assert made["timeline"]["after"] is made["headline"]["peak"]["after"] is None
         assert len(side["at"]) == points
         assert max(np.sum(side["nbytes"], axis=0)) == side["peak"]["nbytes"] == profile.peak
         assert side["peak"]["at"] in side["at"]

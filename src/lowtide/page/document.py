@@ -7,7 +7,6 @@ document. A part that nothing was given for is null.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from ..planning.verifying import Verification
 from ..policy.choice import Action, Choice
 from ..policy.plan import Plan
 from ..report import COMPRESSED, FORMS, SHARED, Report
-from ..verify.check import NEGLIGIBLE, CheckResult
+from ..verify.check import NEGLIGIBLE, CheckResult, finite
 from .sentences import sentences
 from .timeline import Outcome, parsed, timeline_of
 
@@ -78,8 +77,8 @@ def document(
         "tables": [dict(table) for table in tables],
         "notes": _notes(report, profile, check),
     }
-    plain: dict[str, Any] = _plain(made)
-    return plain
+    found: dict[str, Any] = finite(made)
+    return found
 
 
 def _notes(report: Report | None, profile: Profile | None, check: CheckResult | None) -> list[str]:
@@ -95,15 +94,6 @@ def _check_types(*parts: Any) -> None:
     for part, kind, name in zip(parts, kinds, names, strict=True):
         if part is not None and not isinstance(part, kind):
             raise TypeError(f"{name} must be a {kind.__name__}; got {type(part).__name__}")
-
-
-def _plain(value: Any) -> Any:
-    """Fit for JSON in any reader: what is infinite or NaN becomes null."""
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _sum(rows: Iterable[Mapping[str, Any]], name: str = "plain_nbytes") -> int:

@@ -138,7 +138,7 @@ class CheckResult:
         data["worst_layer"] = None if worst is None else {"parameter": worst[0], "error_by_sgd_noise": worst[1]}
         data["report"] = json.loads(self.report.to_json())
         data["sites"] = [{**asdict(s), "sites": [site._asdict() for site in s.sites]} for s in self.sites]
-        return json.dumps(_plain(data), indent=1, allow_nan=False)
+        return json.dumps(finite(data), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> CheckResult:
@@ -222,11 +222,12 @@ def _aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
-def _plain(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data that fits JSON in any reader: what is infinite or NaN becomes None."""
     if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
+        return {key: finite(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -458,16 +458,17 @@ def _working(text: str) -> Iterator[None]:
         yield
 
 
-def _health(arguments: argparse.Namespace) -> int:
+def _health() -> int:
     """Print as JSON what :func:`_doctor` prints as text."""
     abilities, tried, healthy = capture.probe(), {}, True
-    for name in methods():
-        try:
-            tried[name] = _try(name)
-        except Exception as error:  # a doctor reports what it finds and goes on
-            tried[name] = f"failed: {type(error).__name__}: {error}"
-            healthy = False
-    kernels.prepare()
+    with _working("trying every method"):
+        for name in methods():
+            try:
+                tried[name] = _try(name)
+            except Exception as error:  # a doctor reports what it finds and goes on
+                tried[name] = f"failed: {type(error).__name__}: {error}"
+                healthy = False
+        kernels.prepare()
     healthy = healthy and abilities.slots
     versions = {"lowtide": __version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= {package: _version(package) for package in ("numpy", "numba")}
@@ -482,7 +483,7 @@ def _health(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     """Print versions, abilities, a tiny step with each method, and the kernels that served it."""
     if arguments.json:
-        return _health(arguments)
+        return _health()
     print(f"lowtide {__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(f"torch {torch.__version__} with {torch.get_num_threads()} threads")
     for package in ("numpy", "numba"):

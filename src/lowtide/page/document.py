@@ -83,6 +83,8 @@ def document(
 
 def _notes(report: Report | None, profile: Profile | None, check: CheckResult | None) -> list[str]:
     found = [note for part in (report, profile, check) if part is not None for note in part.notes]
+    if profile is None and report is not None:
+        found.append("the peak of a step is not known here; save(..., profile=lowtide.profile(model, batch)) adds it")
     if profile is not None and not profile.workspaces:
         found.append("memory that operators take inside themselves was not measured and is not in these numbers")
     return list(dict.fromkeys(found))

@@ -144,6 +144,7 @@
       byId(id).querySelector("ul").replaceChildren(...lines.map((line) => make("li", {}, line)));
     }
     const after = data.timeline && data.timeline.after;
+    if (!data.timeline) byId("why-title").textContent = "What stays as it is, and why";
     if (after) byId("why-title").textContent = after.peak.nbytes < data.timeline.before.peak.nbytes ? "Why the peak fell as far as it did" : "Why the peak did not fall";
   }
 

@@ -9,7 +9,7 @@ ZOO := .venv-zoo
 NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
 .PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
-        evidence-checkpointing evidence-plan evidence-safety evidence-coverage clean
+        evidence-checkpointing evidence-plan evidence-safety evidence-coverage gallery clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -82,6 +82,9 @@ evidence-safety: $(ZOO)/.ready
 
 evidence-coverage: $(ZOO)/.ready
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m evidence.coverage
+
+gallery: $(EVIDENCE)
+	$(BIN)/python -m evidence.gallery
 
 clean:
 	rm -rf $(VENV) $(ZOO) .mypy_cache .pytest_cache .ruff_cache dist

@@ -210,6 +210,7 @@ def test_demo_runs_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     path = tmp_path / "demo.json"
     command = [sys.executable, "-m", "lowtide", "demo", "--steps", "8", "--batch", "64", "--json", str(path)]
+    command += ["--page", str(tmp_path / "page.html")]
     environment = dict(os.environ)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         environment.pop(name, None)
@@ -218,7 +219,9 @@ def test_demo_runs_end_to_end(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr
     content = json.loads(path.read_text(encoding="utf-8"))
-    assert done.stdout.rstrip().endswith(content["conclusion"])
+    *_, sentence, last = done.stdout.splitlines()
+    assert sentence == content["conclusion"]
+    assert last.endswith((tmp_path / "page.html").as_uri())
     rows = {row.pop("method"): row for row in content["rows"]}
     assert list(rows) == ["exact", "auto", "division", "actnn", "pool"]
     assert all(row["allocator"] == ("tuned" if can_tune() else "default") for row in rows.values())

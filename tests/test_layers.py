@@ -20,8 +20,9 @@ REPO = Path(__file__).parent.parent
 # Every module, from top to bottom; a module imports only what stands below it. Packages do not interleave.
 LAYERS = [
     *["__main__", "cli"],
-    *["tools.demo", "tools.targets"],
+    *["tools.demo", "tools.bench", "tools.targets"],
     *["attachment"],
+    *["page.writing", "page.document", "page.sentences", "page.timeline"],
     *["planning.budgeted", "planning.memory_errors", "planning.fitting", "planning.planner", "planning.verifying"],
     *["planning.checkpoints", "planning.profiling", "planning.observing", "planning.recorder", "planning.solvers"],
     *["machine.costs", "machine.measure", "machine.malloc"],
@@ -50,8 +51,10 @@ LAYERS = [
 PLACE = {name: i for i, name in enumerate(LAYERS)}
 FILES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}
 
-# An import inside a function that breaks a cycle: a backend is loaded when its first operator is called.
+# An import inside a function that breaks a cycle: a backend is loaded when its first operator is called, and what
+# can be saved as a page calls the writer of pages, which stands above all that it joins.
 LATE = {("kernels.backends", "kernels.cpu"), ("kernels.cpu", "kernels.backends")}
+LATE |= {(name, "page.writing") for name in ("report", "policy.plan", "planning.profiling", "verify.check")}
 
 
 def imports_of(name: str) -> set[str]:

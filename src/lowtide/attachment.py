@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,12 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from .codecs import Codec
 from .graph import shards
+from .machine.measure import peak_so_far
 from .planning.budgeted import Budgeted
 from .planning.planner import nbytes_of
 from .policy.methods import Auto, Method
 from .policy.plan import Plan
 from .policy.policy import BOUNDARY_BITS
-from .report import Report
+from .report import Report, size
 from .session import MIN_NUMEL, OPENER, Session, attached, new_session
 from .verify.guard import Guard, Watch
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+logger = logging.getLogger("lowtide")
 
 _UNSEEN = (
     "no forward of the attached module was seen yet; one of a module inside it does not count, nor does another method "
@@ -40,7 +44,12 @@ class Attachment:
     """
 
     def __init__(
-        self, model: nn.Module, session: Session, guard: Guard | None = None, budget: Budgeted | None = None
+        self,
+        model: nn.Module,
+        session: Session,
+        guard: Guard | None = None,
+        budget: Budgeted | None = None,
+        log_every: int | None = None,
     ) -> None:
         self._session = session
         self._budget = budget
@@ -58,6 +67,9 @@ class Attachment:
         self._hooks.append(model.register_forward_hook(_Hook(model, _closer(session)), always_call=True))
         if self.guard is not None:
             self._hooks.append(model.register_forward_hook(_Hook(model, _after(self.guard)), with_kwargs=True))
+        if log_every is not None:
+            teller = _teller(session, self.guard, log_every)
+            self._hooks.append(model.register_forward_hook(_Hook(model, teller)))
 
     def __enter__(self) -> Attachment:
         return self
@@ -180,6 +192,29 @@ def _after(watch: Watch) -> Callable[..., None]:
     return wait
 
 
+def _teller(session: Session, guard: Watch | None, every: int) -> Callable[..., None]:
+    def tell(module: nn.Module, args: Any, output: Any) -> None:
+        due = session.step > 0 and session.step % every == 0 and torch.is_grad_enabled()
+        if due and not torch.compiler.is_compiling() and not session.is_aside and logger.isEnabledFor(logging.INFO):
+            logger.info(_status(session, guard, next(module.parameters(), None)))
+
+    return tell
+
+
+def _status(session: Session, guard: Watch | None, parameter: Tensor | None) -> str:
+    """One line: what the last forward kept, the highest memory so far, what the guard says."""
+    report = session.report()
+    parts = [f"{size(report.stored_nbytes)} kept for backward instead of {size(report.plain_nbytes)}"]
+    peak = peak_so_far(None if parameter is None else parameter.device)
+    if peak is not None:
+        parts.append(f"peak so far {size(peak)}")
+    if guard is not None:
+        read = guard.readings[-1] if guard.readings else None
+        last = "" if read is None else f", last error {math.sqrt(read.error / read.square) if read.square else 0.0:.3g}"
+        parts.append(f"guard off: {guard.off}" if guard.off else f"guard raised {len(guard.raised)} tensors{last}")
+    return f"step {session.step}: {'; '.join(parts)}"
+
+
 def compress(
     model: nn.Module,
     method: str | Method | Codec | Plan = "auto",
@@ -257,6 +292,7 @@ def attach(
     boundary_bits: int | None = BOUNDARY_BITS,
     guard: bool | Guard = False,
     budget: int | float | str | None = None,
+    log_every: int | None = None,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
     tensor_parallel: DeviceMesh | ProcessGroup | None = None,
@@ -279,6 +315,9 @@ def attach(
     before the first step from shapes alone, after it from what noise does to this model's gradients. The budget holds
     weights, gradients and batch too, but not the optimizer. One that no plan meets is an error at the first forward.
 
+    With ``log_every=100`` every hundredth step logs one line at level INFO to the logger "lowtide": the bytes kept for
+    backward, the highest memory of the process or the device so far, and what the guard found.
+
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
     >>> handle = lowtide.attach(model, "cast")
@@ -291,6 +330,8 @@ def attach(
         raise TypeError(f"guard must be True, False or a lowtide.Guard; got {guard!r}")
     if guard and tensor_parallel is not None:
         raise ValueError("a guard decides for its own process, and ranks that share samples must decide alike")
+    if log_every is not None and (isinstance(log_every, bool) or not isinstance(log_every, int) or log_every < 1):
+        raise ValueError(f"log_every must be a whole number of at least 1, or None; got {log_every!r}")
     limit = None if budget is None else nbytes_of(budget)
     session = new_session(
         model,
@@ -314,4 +355,4 @@ def attach(
     if attached(model):
         raise RuntimeError("this model, or a module of it, is attached already; remove() that handle first")
     planned = None if limit is None else Budgeted(session, limit)
-    return Attachment(model, session, Guard() if guard is True else guard or None, planned)
+    return Attachment(model, session, Guard() if guard is True else guard or None, planned, log_every)

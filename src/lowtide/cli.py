@@ -24,14 +24,19 @@ from .attachment import compress
 from .graph import capture
 from .machine.malloc import can_tune, start_environment
 from .machine.measure import ChildError
+from .page import writing
+from .page.document import document
 from .planning.fitting import fit
 from .planning.planner import ALLOWED, BudgetError, nbytes_of, plan
 from .planning.profiling import Profile, profile
 from .planning.solvers import SOLVERS
 from .policy.methods import Method, methods, resolve
-from .tools import demo, targets
+from .policy.plan import is_page
+from .tools import bench, demo, targets
 from .tools.targets import Target, TargetError
 from .verify.check import check
+
+_DEMO_PAGE = "lowtide-demo.html"
 
 
 class _RefusedError(Exception):
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     that cannot be met), 2 if there is no answer because of an error, and 130 after an interrupt. An error is one line
     on standard error; ``--debug`` adds the traceback.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(_with_negatives(sys.argv[1:] if argv is None else argv))
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
@@ -59,6 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"lowtide {arguments.command}: {_in_one_line(error, arguments.debug)}", file=sys.stderr)
         return 2
+
+
+def _with_negatives(argv: Sequence[str]) -> list[str]:
+    """Arguments in which ``--budget -1GiB`` is one: argparse would take its second half for an option."""
+    found: list[str] = []
+    for word in argv:
+        if found and found[-1].startswith("--") and "=" not in found[-1] and word[:1] == "-" and word[1:2].isdigit():
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _in_one_line(error: Exception, debug: bool) -> str:
@@ -85,9 +101,17 @@ def _parser() -> argparse.ArgumentParser:
     show = add("demo", _demo, "train a small network exactly and compressed, side by side")
     show.add_argument("--steps", type=_positive, default=demo.STEPS, help="training steps (%(default)s)")
     show.add_argument("--batch", type=_positive, default=demo.BATCH, help="images in a step (%(default)s)")
-    show.add_argument("--json", type=_writable, metavar="PATH", help="also write all numbers to this file")
-    add("doctor", _doctor, "tell what serves here, and try every method")
-    add("methods", _methods, "list the methods and their options")
+    show.add_argument(
+        "--json", type=_writable, nargs="?", const=True, metavar="PATH", help="write all numbers there, or print them"
+    )
+    show.add_argument(
+        "--page", type=_page, default=_DEMO_PAGE, metavar="FILE.html", help="where to write the page (%(default)s)"
+    )
+    for name, run, text in (
+        ("doctor", _doctor, "tell what serves here, and try every method"),
+        ("methods", _methods, "list the methods and their options"),
+    ):
+        add(name, run, text).add_argument("--json", action="store_true", help="write JSON instead of text")
     judge = add("check", _check, "compare compressed gradients of your model with exact ones")
     judge.add_argument(
         "function",
@@ -100,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         "--set", type=_option, action="append", default=[], metavar="KEY=VALUE", help="an option of the method"
     )
     judge.add_argument("--seeds", type=_seeds, default=4, help="draws of the rounding (%(default)s)")
-    judge.add_argument("--json", action="store_true", help="write JSON instead of text")
+    _add_output(judge, "the result")
 
     look = add("profile", _profile, "tell where the memory of a training step goes")
     _add_target(look)
@@ -124,6 +148,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_choices(largest)
     largest.add_argument("--verify", action="store_true", help="also measure real steps of that size")
     _add_output(largest, "the plan, or with --plain the profile,")
+    race = add("bench", _bench, "measure real steps, plain and with some methods")
+    _add_target(race)
+    race.add_argument(
+        "--batch", type=_positive, help=f"samples ({targets.SAMPLES}, or those of a function's own batch)"
+    )
+    race.add_argument(
+        "--method", action="append", choices=sorted(methods()), help=f"may be repeated ({', '.join(bench.METHODS)})"
+    )
+    _add_output(race, "the rows")
+    tell = add("report", _report, "show what a file says, or turn it into a page")
+    tell.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="what save() wrote: a report, profile, plan or check as JSON, several of one model, or a page",
+    )
+    _add_output(tell, "all of it")
     return parser
 
 
@@ -178,7 +219,9 @@ def _add_step(command: argparse.ArgumentParser) -> None:
 
 
 def _add_output(command: argparse.ArgumentParser, what: str) -> None:
-    command.add_argument("--save", type=_writable, metavar="PATH", help=f"also write {what} to this file")
+    command.add_argument(
+        "--save", type=_writable, metavar="PATH", help=f"also write {what} to this file; a page if it ends in .html"
+    )
     command.add_argument("--json", action="store_true", help="write JSON instead of text")
 
 
@@ -268,13 +311,25 @@ def _writable(text: str) -> Path:
     return path
 
 
+def _page(text: str) -> Path:
+    if not is_page(text):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .html; got {text!r}")
+    return _writable(text)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
-    demo.run(arguments.steps, arguments.batch, arguments.json)
+    """Show the table; with --json alone only the numbers go to standard output."""
+    if arguments.json is not True:
+        demo.run(arguments.steps, arguments.batch, arguments.json, arguments.page)
+        return 0
+    with contextlib.redirect_stdout(sys.stderr):
+        content = demo.run(arguments.steps, arguments.batch, None, arguments.page)
+    print(json.dumps(content, indent=1))
     return 0
 
 
 def _methods(arguments: argparse.Namespace) -> int:
-    print(*methods().values(), sep="\n")
+    print(json.dumps(methods(), indent=1) if arguments.json else "\n".join(methods().values()))
     return 0
 
 
@@ -284,9 +339,11 @@ def _check(arguments: argparse.Namespace) -> int:
         method: Method = resolve(arguments.method, dict(arguments.set))
     except (TypeError, ValueError) as error:
         raise _RefusedError(str(error)) from error
-    with contextlib.redirect_stdout(sys.stderr):
+    with _working("comparing gradients"):
         model, batch, loss_fn = targets.parts_of(_function(arguments)())
         result = check(model, batch, loss_fn, method, seeds=arguments.seeds)
+    if arguments.save is not None:
+        result.save(arguments.save)
     print(result.to_json() if arguments.json else result)
     return 0 if result.ok else 1
 
@@ -327,6 +384,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if target is not None and arguments.verify:
         with _working("running real steps"):
             verification = made.verify(target.model, target.make_batch(target.batch), target.loss_fn)
+        if arguments.save is not None:
+            made.save(arguments.save, verification=verification)
     if arguments.json:
         measured = {} if verification is None else {"verification": verification.to_data()}
         print(json.dumps({**made.to_data(), **measured}, indent=1))
@@ -354,13 +413,42 @@ def _fit(arguments: argparse.Namespace) -> int:
             **_chosen(arguments, "allow", "blocks", "solver"),
         )
     if arguments.save is not None:
-        (found.profile if found.plan is None else found.plan).save(arguments.save)
+        (found.profile if found.plan is None else found.plan).save(arguments.save, verification=found.verification)
     if arguments.json:
         parts = {"plan": found.plan, "verification": found.verification}
         content = {name: None if part is None else part.to_data() for name, part in parts.items()}
         print(json.dumps({"size": found.size, "budget": found.budget, "peak": found.peak, **content}, indent=1))
     else:
         print(found)
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    arguments.device = None
+    target = _resolved(arguments, fake=False)
+    batch = target.make_batch(target.batch)
+    with _working("running real steps"):
+        rows = bench.bench(target.model, batch, target.loss_fn, arguments.method or bench.METHODS, _say)
+    if arguments.save is not None:
+        writing.write(document(tables=[bench.table(rows)], title=f"Steps of {arguments.target}"), arguments.save)
+    print(json.dumps(bench.to_data(rows), indent=1) if arguments.json else bench.text(rows))
+    return 0
+
+
+def _say(method: str) -> None:
+    print(f"{method} ...", file=sys.stderr)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    try:
+        made = writing.read(*arguments.files)
+    except FileNotFoundError as error:
+        raise _RefusedError(f"there is no file {error.filename!r}; write one with save(), or with --save") from error
+    except (OSError, ValueError) as error:
+        raise _RefusedError(str(error)) from error
+    if arguments.save is not None:
+        writing.write(made, arguments.save)
+    print(json.dumps(made, indent=1) if arguments.json else writing.text(made))
     return 0
 
 
@@ -467,8 +555,32 @@ def _working(text: str) -> Iterator[Callable[[str], None]]:
         yield show
 
 
+def _health() -> int:
+    """Print as JSON what :func:`_doctor` prints as text."""
+    abilities, tried, healthy = capture.probe(), {}, True
+    with _working("trying every method"):
+        for name in methods():
+            try:
+                tried[name] = _try(name)
+            except Exception as error:  # a doctor reports what it finds and goes on
+                tried[name] = f"failed: {type(error).__name__}: {error}"
+                healthy = False
+        kernels.prepare()
+    healthy = healthy and abilities.slots
+    versions = {"lowtide": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions |= {package: _version(package) for package in ("numpy", "numba")}
+    able = {"slots": abilities.slots, "foreign_hooks": abilities.foreign_hooks, "owners": abilities.sole is not None}
+    allocator = {"tunable": can_tune(), "start_with": dict(start_environment())}
+    found = {"healthy": healthy, "platform": platform.platform(), "threads": torch.get_num_threads()}
+    found |= {"versions": versions, "abilities": able, "methods": tried, "allocator": allocator}
+    print(json.dumps({**found, "kernels": kernels.status()}, indent=1))
+    return 0 if healthy else 1
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     """Print versions, abilities, a tiny step with each method, and the kernels that served it."""
+    if arguments.json:
+        return _health()
     print(f"lowtide {__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(f"torch {torch.__version__} with {torch.get_num_threads()} threads")
     for package in ("numpy", "numba"):

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .graph.capture import Site
@@ -14,6 +15,13 @@ COMPRESSED = "compressed"
 EXACT = "exact"
 SHARED = "shared"
 HELD = "held"
+
+UNKNOWN_OP = "no rule for this op"
+
+FORMS = ("kept", "mask", "compressed", "rebuilt", "recomputed", "offloaded", "skipped", "shared")
+"""What became of a saved tensor, in one word: it stays as it is; a mask, an index or its shape is enough; a codec
+stores its values; it is made again from stored tensors, or from a parameter; its bytes lie elsewhere; Lowtide leaves it
+alone, because other code holds it or no rule knows its op; its storage is counted at another site."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,8 @@ class SiteReport:
     stored_nbytes: int
     codec: str
     why: str
+    form: str = "kept"
+    """One of :data:`FORMS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,35 @@ class Report:
             "sites": [{**asdict(s), "site": s.site._asdict()} for s in self.sites],
         }
         return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that :meth:`to_json` wrote; anything else raises a ValueError that says what is wrong."""
+        try:
+            data = json.loads(text)
+            sites = tuple(
+                SiteReport(**{**row, "site": Site(**row["site"]), "shape": tuple(row["shape"])})
+                for row in data["sites"]
+            )
+            return cls(data["method"], sites, tuple(data["notes"]), data["kernels"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"this report cannot be read: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | Path, **beside: Any) -> None:
+        """Write a page if the name ends in .html, or the document that the page shows if it ends in .json.
+
+        ``beside`` may have ``profile``, ``plan``, ``check`` and ``verification`` of the same model: a report alone does
+        not know the peak of a step, nor the error of gradients.
+        """
+        from .page.writing import save_page  # which stands above: it joins all that there is to show
+
+        save_page(path, report=self, **beside)
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        from .page.writing import notebook
+
+        return notebook(report=self)
 
     def table(self, rows: int | None = None) -> str:
         """One line for each site, largest first; ``rows`` limits them."""

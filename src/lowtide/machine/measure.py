@@ -181,6 +181,16 @@ def resident(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no line {field}")
 
 
+def peak_so_far(device: torch.device | None) -> int | None:
+    """Return the highest memory until now: of tensors on a GPU, or of this process; None where nobody counts it."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        return resident("VmHWM")
+    except OSError:
+        return None
+
+
 def available_nbytes() -> int:
     """Return bytes of memory that this machine can give to programs now."""
     try:

@@ -82,7 +82,7 @@ def checkpointed(profile: Profile, parts: Iterable[Part]) -> Profile:
     order = sorted(parts, key=lambda part: part.backward)
     if not order:
         return profile
-    later = _later(profile, order)
+    later = later_moments(profile, order)
     by_block: dict[int, list[Saved]] = {}
     for each in profile.saved:
         by_block.setdefault(each.block, []).append(each)
@@ -135,10 +135,10 @@ def checkpointed(profile: Profile, parts: Iterable[Part]) -> Profile:
     )
 
 
-def _later(profile: Profile, order: Iterable[Part]) -> list[int]:
+def later_moments(profile: Profile, parts: Iterable[Part]) -> list[int]:
     """The new moment of each moment of the plain step: second runs come before backward of their modules."""
     moments = np.arange(profile.times + 1)
-    for part in order:
+    for part in parts:
         moments[part.backward :] += part.last - part.first
     found: list[int] = moments.tolist()
     return found

@@ -115,6 +115,8 @@ class BudgetPlan(Plan):
     """A digest of the model that was profiled."""
     limit: str = dataclasses.field(default="", compare=False)
     """What was asked for, in words."""
+    profile: Profile | None = dataclasses.field(default=None, compare=False, repr=False)
+    """What it was made from, for a page; not written to a file."""
 
     def to_data(self) -> dict[str, Any]:
         """Plain data, fit for JSON."""
@@ -434,7 +436,7 @@ class Problem:
             optimizer_nbytes=self.profile.optimizer_nbytes,
         )
         paths = tuple(part.path for part in self.parts)
-        return BudgetPlan(chosen, f"plan for {limit}", paths, predicted, self.profile.model, limit)
+        return BudgetPlan(chosen, f"plan for {limit}", paths, predicted, self.profile.model, limit, self.profile)
 
     def levels(self, picks: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Bytes at each moment."""

@@ -24,6 +24,7 @@ from ..graph.capture import Site
 from ..graph.rules import Need
 from ..machine.costs import Call, workspaces
 from ..policy.methods import Method
+from ..policy.plan import is_page
 from ..policy.tuners.base import site_of
 from ..policy.tuners.mix import Finding, MixTuner, groups_for
 from ..policy.use import Use
@@ -272,14 +273,28 @@ class Profile:
             raise ValueError(f"all moments lie between 0 and times; times is {self.times!r}")
         return self
 
-    def save(self, path: str | Path) -> None:
-        """Write JSON."""
+    def save(self, path: str | Path, **beside: Any) -> None:
+        """Write JSON, or a page if the name ends in .html.
+
+        A page shows what is given ``beside`` too: ``report``, ``plan``, ``check``, ``verification``.
+        """
+        if is_page(path):
+            from ..page.writing import save_page  # which stands above: it joins all that there is to show
+
+            save_page(path, profile=self, **beside)
+            return
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read what :meth:`save` wrote."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        from ..page.writing import notebook
+
+        return notebook(profile=self)
 
     def __str__(self) -> str:
         """Where memory goes."""

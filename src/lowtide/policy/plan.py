@@ -122,14 +122,29 @@ class Plan:
         except TypeError as error:
             raise ValueError(str(error)) from error
 
-    def save(self, path: str | Path) -> None:
-        """Write JSON."""
+    def save(self, path: str | Path, **beside: Any) -> None:
+        """Write JSON, or a page if the name ends in .html.
+
+        A page shows what is given ``beside`` too: ``profile``, ``report``, ``check`` and ``verification`` of the same
+        model.
+        """
+        if is_page(path):
+            from ..page.writing import save_page  # which stands above: it joins all that there is to show
+
+            save_page(path, plan=self, **beside)
+            return
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read what :meth:`save` wrote."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        from ..page.writing import notebook
+
+        return notebook(plan=self)
 
     def __str__(self) -> str:
         """A line for each site."""
@@ -170,6 +185,11 @@ class PlanDiff:
         lines += [f"computed again by the first alone: {path}" for path in first if path not in second]
         lines += [f"computed again by the second alone: {path}" for path in second if path not in first]
         return "\n".join(lines)
+
+
+def is_page(path: str | Path) -> bool:
+    """Does a file of this name get a page, not JSON?"""
+    return Path(path).suffix.lower() in (".html", ".htm")
 
 
 def _paths(given: Any) -> tuple[str, ...]:

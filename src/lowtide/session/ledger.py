@@ -8,14 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..codecs import ShapeOnly, TensorMeta
+from ..codecs import Codec, ShapeOnly, TensorMeta
 from ..graph import capture
 from ..graph.capture import Site
-from ..report import COMPRESSED, EXACT, HELD, SHARED, SiteReport
+from ..policy.choice import Action
+from ..report import COMPRESSED, EXACT, HELD, SHARED, UNKNOWN_OP, SiteReport
 
 SHAPE_ONLY = ShapeOnly()
 REMADE = "remade"
 """In place of a codec, for a weight that is made again from parameters."""
+RECAST = "recast"
+"""Stands for a codec where autocast's copy of a parameter is made again."""
 
 
 class Entry:
@@ -54,7 +57,25 @@ class Entry:
         shape, dtype = ((), "") if meta is None else (tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
         codec = " + ".join(map(str, self.codecs)) + (f", {self.place}" if self.place else "")
         why = f"stored at {self.why}" if self.state == SHARED else str(self.why)
-        return SiteReport(self.site, shape, dtype, self.state, self.plain, self.stored, codec, why)
+        return SiteReport(self.site, shape, dtype, self.state, self.plain, self.stored, codec, why, self.form)
+
+    @property
+    def form(self) -> str:
+        """What became of it, in one word of ``report.FORMS``."""
+        if self.state == SHARED:
+            return SHARED
+        if self.state == HELD or (self.state == EXACT and str(self.why).endswith(UNKNOWN_OP)):
+            return "skipped"
+        if self.state == EXACT:
+            return "kept"
+        if self.place:
+            return "offloaded"
+        if RECAST in self.codecs or REMADE in self.codecs:
+            return "recomputed"
+        if Action.REBUILD.shown in self.codecs:
+            return "rebuilt"
+        values = any(isinstance(codec, Codec) and codec.keeps_values for codec in self.codecs)
+        return "compressed" if values else "mask"
 
 
 class Ledger:

@@ -28,7 +28,7 @@ from ..policy.policy import Policy
 from ..policy.scope import Scope
 from ..policy.tuners.base import Probed, Tuner
 from ..policy.use import Use
-from ..report import Report, size
+from ..report import UNKNOWN_OP, Report, size
 from .handles import (
     Consumer,
     Encoded,
@@ -42,7 +42,7 @@ from .handles import (
     laid_out,
     roots_of,
 )
-from .ledger import REMADE, SHAPE_ONLY, Entry, Ledger
+from .ledger import RECAST, REMADE, SHAPE_ONLY, Entry, Ledger
 from .memory import Memory
 from .noise import forward_noise
 from .packing import Packer
@@ -261,7 +261,7 @@ class Session:
             self._count(slot, identity, f"could not be judged: {type(error).__name__}: {error}", kept=True)
             return
         if rule is None:
-            self._count(slot, identity, "no rule for this op", kept=True)
+            self._count(slot, identity, UNKNOWN_OP, kept=True)
             return
         need = rule.need
         if lossless is not None:
@@ -405,7 +405,7 @@ class Session:
         recast = Recast(found[0], found[1], slot.tensor)
         slot.hook(lambda _: recast, Recast.unpack)
         if entry.site is slot.site:
-            entry.compressed(0, "recast")
+            entry.compressed(0, RECAST)
         return True
 
     def _remake(self, slot: Slot, identity: int) -> bool:

@@ -27,7 +27,9 @@ from .. import kernels
 from ..attachment import Attachment, attach
 from ..machine.malloc import give_back, start_environment, tune_cpu_allocator
 from ..machine.measure import Child, Emit, peak_above, reset_peak, resident
+from ..planning.profiling import profile
 from ..report import size
+from ..verify.check import check
 
 EXACT = "exact"
 METHODS = (EXACT, "auto", "division", "actnn", "pool")
@@ -268,11 +270,14 @@ def compare(steps: int, batch: int, on_step: Callable[[str], None]) -> list[Row]
     return [Row(method, **(child.result or {})) for method, child in children.items()]
 
 
-def run(steps: int = STEPS, batch: int = BATCH, json_path: Path | None = None) -> None:
+def run(
+    steps: int = STEPS, batch: int = BATCH, json_path: Path | None = None, page: Path | None = None
+) -> dict[str, Any]:
     """Compare the methods; show bars meanwhile, then one table, how it was measured, and one sentence.
 
     With the defaults this takes about a minute on two cores. :class:`MissingError` is raised without rich or
-    scikit-learn. ``json_path`` receives all numbers.
+    scikit-learn. ``json_path`` receives all numbers, which are returned too. ``page`` receives a page about one step
+    with the best method, and its name is printed last.
     """
     try:
         import sklearn.datasets  # noqa: F401
@@ -295,15 +300,60 @@ def run(steps: int = STEPS, batch: int = BATCH, json_path: Path | None = None) -
         rows = compare(steps, batch, on_step)
     sentence = conclusion(rows)
     _show(rows, steps, batch, sentence)
+    settings: dict[str, Any] = {"steps": steps, "batch": batch, "torch": torch.__version__}
+    settings |= {"threads": torch.get_num_threads(), "measured": setting(rows)}
+    content = {
+        "settings": settings,
+        "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
+        "conclusion": sentence,
+    }
+    if page is not None:
+        with bars.status("writing the page"):
+            _save_page(page, rows, steps, batch)
+        print(f"The page about one step with {_best(rows).method}: {page.absolute().as_uri()}")
     if json_path is not None:
-        settings: dict[str, Any] = {"steps": steps, "batch": batch, "torch": torch.__version__}
-        settings |= {"threads": torch.get_num_threads(), "measured": setting(rows)}
-        content = {
-            "settings": settings,
-            "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
-            "conclusion": sentence,
-        }
         json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return content
+
+
+def _save_page(page: Path, rows: Sequence[Row], steps: int, batch: int) -> None:
+    """One step of the network as it is before training: the profile, the gradients with the best method, the table."""
+    torch.manual_seed(0)
+    model = network().train()
+    images, labels = _tensors(_digits())
+    data = images[:batch], labels[:batch]
+    found = profile(model, data, _loss, optimizer=torch.optim.AdamW(model.parameters()), measure=False)
+    method = _best(rows).method
+    result = check(model, data, _loss, method, seconds=5.0)
+    title = f"{_title(steps, batch)}, with {method}"
+    table: dict[str, Any] = {"title": _title(steps, batch), "head": [head.replace("\n", " ") for head in _HEAD]}
+    table |= {"rows": [_cells(row, rows[0]) for row in rows], "note": f"{setting(rows)} {conclusion(rows)}"}
+    result.save(page, profile=found, tables=[table], title=title)
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+_HEAD = (
+    "method",
+    "test\naccuracy",
+    "kept for\nbackward",
+    "fewer\nbytes",
+    "peak memory\nof a step [1]",
+    "seconds\na step [2]",
+)
+
+
+def _title(steps: int, batch: int) -> str:
+    return f"A small ResNet on {_TRAIN} digits of {_SIDE}x{_SIDE}: {steps} steps of {batch} images"
+
+
+def _cells(row: Row, exact: Row) -> list[str]:
+    return [
+        *(row.method, f"{row.accuracy:.1%}", size(row.stored_nbytes), f"{row.ratio:.1f}x", size(row.peak_nbytes)),
+        f"{row.seconds:.3f} ({row.seconds / exact.seconds:.2f}x)",
+    ]
 
 
 def _show(rows: Sequence[Row], steps: int, batch: int, sentence: str) -> None:
@@ -312,22 +362,13 @@ def _show(rows: Sequence[Row], steps: int, batch: int, sentence: str) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    title = f"A small ResNet on {_TRAIN} digits of {_SIDE}x{_SIDE}: {steps} steps of {batch} images"
-    table = Table(title=title, box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2, title_style="")
-    table.add_column("method")
-    for name in ("test\naccuracy", "kept for\nbackward", "fewer\nbytes", "peak memory\nof a step [1]"):
-        table.add_column(name, justify="right")
-    table.add_column("seconds\na step [2]", justify="right")
-    exact = rows[0]
+    table = Table(
+        title=_title(steps, batch), box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2, title_style=""
+    )
+    for number, name in enumerate(_HEAD):
+        table.add_column(name, justify="right" if number else "left")
     for row in rows:
-        table.add_row(
-            row.method,
-            f"{row.accuracy:.1%}",
-            size(row.stored_nbytes),
-            f"{row.ratio:.1f}x",
-            size(row.peak_nbytes),
-            f"{row.seconds:.3f} ({row.seconds / exact.seconds:.2f}x)",
-        )
+        table.add_row(*_cells(row, rows[0]))
     console.print(table)
     console.print(setting(rows), soft_wrap=not console.is_terminal, markup=False)
     console.print(sentence, soft_wrap=not console.is_terminal)
@@ -346,11 +387,19 @@ def setting(rows: Sequence[Row]) -> str:
     )
 
 
+def _close(rows: Sequence[Row]) -> list[Row]:
+    """Those whose accuracy is about that of the first, the exact run."""
+    return [row for row in rows[1:] if row.accuracy >= rows[0].accuracy - _TOLERANCE]
+
+
+def _best(rows: Sequence[Row]) -> Row:
+    """The smallest peak; of those with the accuracy of the exact run, if there are any."""
+    return min(_close(rows) or rows[1:], key=lambda row: row.peak_nbytes)
+
+
 def conclusion(rows: Sequence[Row]) -> str:
     """Say in one sentence what the numbers show; the first row is the exact run."""
-    exact, *others = rows
-    close = [row for row in others if row.accuracy >= exact.accuracy - _TOLERANCE]
-    best = min(close or others, key=lambda row: row.peak_nbytes)
+    exact, best, close = rows[0], _best(rows), _close(rows)
     points = 100 * (best.accuracy - exact.accuracy)
     parts = [
         f"With {best.method} autograd keeps {best.ratio:.1f}x fewer bytes",

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..codecs import Codec
 from ..graph import capture
 from ..graph.capture import Site
 from ..policy.methods import Method
-from ..policy.plan import Plan
+from ..policy.plan import Plan, is_page
 from ..policy.policy import BOUNDARY_BITS
 from ..policy.use import Use
 from ..report import Report, size
@@ -138,7 +139,45 @@ class CheckResult:
         data["worst_layer"] = None if worst is None else {"parameter": worst[0], "error_by_sgd_noise": worst[1]}
         data["report"] = json.loads(self.report.to_json())
         data["sites"] = [{**asdict(s), "sites": [site._asdict() for site in s.sites]} for s in self.sites]
-        return json.dumps(_plain(data), indent=1, allow_nan=False)
+        return json.dumps(finite(data), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> CheckResult:
+        """The result that :meth:`to_json` wrote, with NaN for each null; anything else raises a ValueError."""
+        try:
+            data = json.loads(text)
+            sites = [
+                SiteCheck(tuple(Site(**s) for s in r["sites"]), r["codec"], _number(r["fall"])) for r in data["sites"]
+            ]
+            return cls(
+                **{name: data[name] for name in ("method", "verdict", "reason", "seeds", "stored")},
+                overall=_difference(data["overall"]),
+                parameters={name: _difference(row) for name, row in data["parameters"].items()},
+                nonfinite=tuple(data["nonfinite"]),
+                sites=tuple(sites),
+                report=Report.from_json(json.dumps(data["report"])),
+                notes=tuple(data["notes"]),
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not the result of a check: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | Path, **beside: Any) -> None:
+        """Write JSON, or a page if the name ends in .html.
+
+        A page shows what is given ``beside`` too: ``profile``, ``plan`` and ``verification`` of the same model.
+        """
+        if is_page(path):
+            from ..page.writing import save_page  # which stands above: it joins all that there is to show
+
+            save_page(path, check=self, **beside)
+            return
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        from ..page.writing import notebook
+
+        return notebook(check=self)
 
     def __str__(self) -> str:
         """Verdict, reason, totals, worst parameters and sites."""
@@ -171,16 +210,25 @@ class CheckResult:
         return "\n".join((*lines, *(f"note: {note}" for note in self.notes)))
 
 
+def _difference(row: Mapping[str, Any]) -> Difference:
+    return Difference(**{name: value if name == "sgd_noise" else _number(value) for name, value in row.items()})
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
-def _plain(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data that fits JSON in any reader: what is infinite or NaN becomes None."""
     if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
+        return {key: finite(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,0 +1,1 @@
+"""One HTML page, or one JSON document, that shows where the memory of a step goes."""

@@ -68,7 +68,8 @@ def timeline_of(problem: Problem, outcome: Outcome | None) -> dict[str, Any]:
     """
     profile, later = problem.profile, later_moments(problem.plain, problem.parts)
     plain = [
-        band._replace(born=later[band.born], died=later[band.died]) for band in bands(problem.plain, problem.items, None)
+        band._replace(born=later[band.born], died=later[band.died])
+        for band in bands(problem.plain, problem.items, None)
     ]
     stages = _stages(plain)
     names = list(dict.fromkeys(stages.values()))

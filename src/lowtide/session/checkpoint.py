@@ -25,7 +25,7 @@ from ..policy.choice import Choice
 from ..policy.methods import Uniform
 from ..policy.policy import BOUNDARY_BITS, Policy, boundary_codec
 from ..report import EXACT
-from .handles import Handle, Reference, boundary_consumer, changed_in_place, fresh
+from .handles import Handle, Reference, boundary_consumer, fresh
 from .ledger import Entry
 from .noise import noise_from
 from .opening import MIN_NUMEL
@@ -191,5 +191,5 @@ def _read(kept: Reference | _Exact) -> Tensor:
     if isinstance(kept, Reference):
         return fresh(kept, read_only=True)
     if capture.version_of(kept.tensor) != kept.version:
-        raise changed_in_place(tuple(kept.tensor.shape))
+        raise capture.changed_in_place(tuple(kept.tensor.shape))
     return kept.tensor

@@ -21,6 +21,7 @@ REPO = Path(__file__).parent.parent
 LAYERS = [
     *["__main__", "cli"],
     *["tools.demo", "tools.targets"],
+    *["integrations.hf", "integrations.lightning", "integrations.figures"],
     *["attachment"],
     *["planning.budgeted", "planning.memory_errors", "planning.fitting", "planning.planner", "planning.verifying"],
     *["planning.profiling", "planning.observing", "planning.recorder", "planning.solvers"],

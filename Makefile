@@ -6,10 +6,12 @@ READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
 # Apart, because transformers cannot be imported beside a torchvision whose compiled part does not load.
 ZOO := .venv-zoo
+# Apart, because these packages are large, and the default tests must pass without them.
+STACKS := .venv-stacks
 NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
 .PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
-        evidence-plan evidence-safety clean
+        evidence-plan evidence-safety evidence-finetuning test-stacks compatibility clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -76,5 +78,21 @@ $(ZOO)/.ready: pyproject.toml constraints.txt
 evidence-safety: $(ZOO)/.ready
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ZOO)/bin/python -m evidence.safety
 
+$(STACKS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(STACKS)
+	$(STACKS)/bin/python -m pip install --quiet -c constraints.txt -e '.[stacks]'
+	touch $@
+
+# Other packages' warnings are theirs; the default tests turn warnings into errors.
+test-stacks: $(STACKS)/.ready
+	$(STACKS)/bin/python -m pytest -W default tests/stacks
+
+compatibility: $(STACKS)/.ready
+	PYTHONPATH=tests $(STACKS)/bin/python -m pytest -W default -p compatibility -m stack \
+	    --compatibility docs/compatibility.md tests tests/stacks
+
+evidence-finetuning: $(STACKS)/.ready
+	$(STACKS)/bin/python examples/lora_llama.py --page docs/finetuning.md
+
 clean:
-	rm -rf $(VENV) $(ZOO) .mypy_cache .pytest_cache .ruff_cache dist
+	rm -rf $(VENV) $(ZOO) $(STACKS) .mypy_cache .pytest_cache .ruff_cache dist

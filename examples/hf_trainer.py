@@ -1,7 +1,7 @@
 """Fine-tune a small Llama with transformers' ``Trainer`` and Lowtide: one callback more, nothing else changes.
 
-    python examples/hf_trainer.py                # Python's language reference as text, random weights, no network
-    torchrun --nproc_per_node=2 examples/hf_trainer.py --steps 100
+python examples/hf_trainer.py                # Python's language reference as text, random weights, no network
+torchrun --nproc_per_node=2 examples/hf_trainer.py --steps 100
 """
 
 from __future__ import annotations

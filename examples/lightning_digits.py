@@ -1,6 +1,6 @@
 """Train a small CNN on scikit-learn's digits with Lightning and Lowtide: one callback more, nothing else changes.
 
-    python examples/lightning_digits.py
+python examples/lightning_digits.py
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def main() -> None:
     train = DataLoader(TensorDataset(x[:1437], y[:1437]), batch_size=64, shuffle=True)
     valid = DataLoader(TensorDataset(x[1437:], y[1437:]), batch_size=360)
     callback = LowtideCallback("auto", bits=given.bits)
-    trainer = lightning.Trainer(max_epochs=given.epochs, callbacks=[callback], default_root_dir=given.output, logger=False)
+    trainer = lightning.Trainer(
+        max_epochs=given.epochs, callbacks=[callback], default_root_dir=given.output, logger=False
+    )
     trainer.fit(Digits(), train, valid)
     print(f"accuracy {float(trainer.callback_metrics['accuracy']):.3f}")
     print(callback.handle.report())

@@ -4,8 +4,8 @@
     python examples/lora_llama.py --text book.txt     # on your own text; else on Python's language reference
     python examples/lora_llama.py --page FILE         # write the table into a page
 
-The weights of the base model are random and no network is used. So the base is first trained for a while on the first half
-of the text, exactly, and its LoRA adapters are then trained on the second half. Each byte of text is a token.
+The weights of the base model are random and no network is used. So the base is first trained for a while on the first
+half of the text, exactly, and its LoRA adapters are then trained on the second half. Each byte of text is a token.
 """
 
 from __future__ import annotations

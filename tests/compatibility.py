@@ -1,7 +1,7 @@
 """A pytest plugin that writes ``docs/compatibility.md`` from the tests that carry the marker ``stack``.
 
-``make compatibility`` runs it. ``@pytest.mark.stack("Accelerate", "accumulate()")`` makes a test a row of the page. If a
-combination is not supported, the test checks what the user sees, and ``instead="..."`` says that in words.
+``make compatibility`` runs it. ``@pytest.mark.stack("Accelerate", "accumulate()")`` makes a test a row of the page. If
+a combination is not supported, the test checks what the user sees, and ``instead="..."`` says that in words.
 """
 
 from __future__ import annotations

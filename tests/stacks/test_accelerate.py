@@ -37,7 +37,9 @@ def train(method=None, steps=4, rate=0.1, save=None, load=None, start=0, options
     return weights(accelerator.unwrap_model(model)), report
 
 
-@pytest.mark.stack("Accelerate", "`prepare`d model, `accumulate()`, with and without `mixed_precision`; errors at 4 and 8 bits")
+@pytest.mark.stack(
+    "Accelerate", "`prepare`d model, `accumulate()`, with and without `mixed_precision`; errors at 4 and 8 bits"
+)
 @pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}], ids=str)
 def test_prepared_models(settings):
     expected, _ = train(**settings)

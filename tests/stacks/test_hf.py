@@ -96,12 +96,12 @@ def test_bf16(tmp_path):
     assert all(row["lowtide_plain_mib"] > 3 * row["lowtide_kept_mib"] > 0 for row in logs)
 
 
-@pytest.mark.stack("HF Trainer", "`gradient_checkpointing=True`: same weights; nothing to gain but what the checkpoint leaves")
+@pytest.mark.stack(
+    "HF Trainer", "`gradient_checkpointing=True`: same weights; nothing to gain but what the checkpoint leaves"
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(tmp_path, reentrant):
-    assert_like_plain(
-        tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant}
-    )
+    assert_like_plain(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 @pytest.mark.stack("HF Trainer", "evaluation between steps leaves training as it is")

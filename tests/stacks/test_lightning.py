@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from ranks import on_two_ranks
 from tiny import assert_errors_within_bounds, assert_same_weights, moved, weights
 from torch import nn
 from torch.nn import functional as F
@@ -20,6 +19,7 @@ import lowtide
 from lowtide.graph import capture
 from lowtide.integrations.lightning import LowtideCallback
 from lowtide.session import attached
+from ranks import on_two_ranks
 
 STEPS = 4
 
@@ -107,7 +107,7 @@ def test_fit(tmp_path, by_forward):
     assert_errors_within_bounds(gradient, exact)
 
 
-@pytest.mark.stack("Lightning", "one network of the module, by `module=\"net\"`")
+@pytest.mark.stack("Lightning", 'one network of the module, by `module="net"`')
 def test_one_network(tmp_path):
     expected, _ = fit(tmp_path)
     callback = LowtideCallback("lossless", module="net")
@@ -118,7 +118,7 @@ def test_one_network(tmp_path):
     assert clean(model)
 
 
-@pytest.mark.stack("Lightning", "`accumulate_grad_batches`, `precision=\"bf16-mixed\"`, validation between steps")
+@pytest.mark.stack("Lightning", '`accumulate_grad_batches`, `precision="bf16-mixed"`, validation between steps')
 @pytest.mark.parametrize(
     "options",
     [{"accumulate_grad_batches": 2, "steps": 2}, {"precision": "bf16-mixed"}, {"validate": True}],
@@ -173,7 +173,9 @@ def test_logs(tmp_path):
     with Path(logger.log_dir, "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == STEPS
-    assert float(rows[-1]["lowtide_kept_mib"]) == pytest.approx(callback.handle.report().stored_nbytes / 2**20, rel=1e-6)
+    assert float(rows[-1]["lowtide_kept_mib"]) == pytest.approx(
+        callback.handle.report().stored_nbytes / 2**20, rel=1e-6
+    )
     assert all(float(row["lowtide_peak_mib"]) > 100 for row in rows)  # torch alone takes more
 
 
@@ -204,7 +206,7 @@ def trained_in_ddp(rank):
     return found | {"ratio": torch.tensor(callback.handle.report().ratio), "states": callback.state_dict()}
 
 
-@pytest.mark.stack("Lightning", "`strategy=\"ddp\"` with two processes")
+@pytest.mark.stack("Lightning", '`strategy="ddp"` with two processes')
 def test_ddp(tmp_path):
     first, second = on_two_ranks(trained_in_ddp, tmp_path)
     for name in ("plain", "lossless", "packed"):

@@ -70,8 +70,8 @@ def assert_errors_within_bounds(gradient, exact, draws=2):
     """``gradient(method, seed)`` at 8 and 4 bits of ActNN, against ``exact``.
 
     The bound is that of ``tests/test_zoo.py``: the same step with Gaussian noise of the largest variance that random
-    rounding can have; 1.5 leaves room for few draws. 8 bits have 17 times smaller steps than 4 (255 / 15), so half of that is
-    demanded of their errors.
+    rounding can have; 1.5 leaves room for few draws. 8 bits have 17 times smaller steps than 4 (255 / 15), so
+    errors must be at least half as many times smaller.
     """
     errors = {}
     for bits in (8, 4):

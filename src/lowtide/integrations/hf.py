@@ -74,14 +74,12 @@ class LowtideCallback(TrainerCallback):
             self.handle.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
         else:
             warnings.warn(
-                f"{file.parent} has no {file.name}: it was saved without LowtideCallback or by fewer processes, so this "
-                f"process begins with new noise and nothing learned",
+                f"{file.parent} has no {file.name}: it was saved without LowtideCallback or by fewer processes, so "
+                f"this process begins with new noise and nothing learned",
                 stacklevel=2,
             )
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Add bytes and peak to logs of training, for reporters and for ``state.log_history``."""
         if self.handle is not None and logs is not None and "loss" in logs:
             found = figures(self.handle, args.device)

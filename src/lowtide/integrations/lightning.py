@@ -33,10 +33,10 @@ class LowtideCallback(Callback):
 
         Trainer(max_epochs=1, callbacks=[LowtideCallback("auto", bits=4)]).fit(model, data)
 
-    Everything inside ``training_step`` is covered, the loss too. For that each step is called through the module itself,
-    as Lightning does under DDP, so forward hooks on the ``LightningModule`` see the arguments of ``training_step``. With
-    ``module="net"`` only the forwards of ``self.net`` are covered, and nothing is called otherwise than before; ``guard``
-    and ``budget``, which run forwards of their own, need that.
+    Everything inside ``training_step`` is covered, the loss too. For that each step is called through the module
+    itself, as Lightning does under DDP, so forward hooks on the ``LightningModule`` see the arguments of
+    ``training_step``. With ``module="net"`` only the forwards of ``self.net`` are covered, and nothing is called
+    otherwise than before; ``guard`` and ``budget``, which run forwards of their own, need that.
 
     ``lowtide_plain_mib``, ``lowtide_kept_mib``, ``lowtide_held_mib`` and ``lowtide_peak_mib`` are logged in steps that
     Lightning logs. Checkpoints hold the state of every process, and a run that is resumed goes on bit for bit. The
@@ -103,7 +103,11 @@ class LowtideCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log bytes and peak in the steps that Lightning logs."""
-        if self.handle is not None and trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
+        if (
+            self.handle is not None
+            and trainer.log_every_n_steps
+            and trainer.global_step % trainer.log_every_n_steps == 0
+        ):
             pl_module.log_dict(figures(self.handle, pl_module.device), rank_zero_only=True)
 
     def state_dict(self) -> dict[str, Any]:

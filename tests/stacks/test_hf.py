@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ import lowtide
 from lowtide.graph import capture
 from lowtide.integrations.hf import LowtideCallback
 from lowtide.session import attached
+from ranks import on_two_ranks
 
 STEPS = 4
 
@@ -150,6 +153,35 @@ def test_a_checkpoint_of_another_method_is_refused(tmp_path):
     assert clean(model)
 
 
+def resumed_in_ddp(rank):
+    """Weights of two plain and lossless steps, of four steps at once and with a stop; what each process saved."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"
+    )
+    path = Path(os.environ["LOWTIDE_TEST_FOLDER"])
+    short = {"max_steps": 2, "ddp_find_unused_parameters": False}
+    found = {
+        "plain": train(path / "p", **short)[0],
+        "lossless": train(path / "l", LowtideCallback("lossless"), **short)[0],
+    }
+    save = {"save_strategy": "steps", "save_steps": 2, "ddp_find_unused_parameters": False}
+    found["whole"] = train(path / "a", LowtideCallback("auto"), **save)[0]
+    checkpoint = path / "a" / "checkpoint-2"
+    found["resumed"] = train(path / "b", LowtideCallback("auto"), resume=str(checkpoint), **save)[0]
+    return found | {"state": (checkpoint / f"lowtide_{rank}.json").read_text()}
+
+
+@pytest.mark.stack("HF Trainer", "DDP with two processes; each saves and resumes its own state, bit for bit")
+def test_ddp(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWTIDE_TEST_FOLDER", str(tmp_path))
+    ranks = on_two_ranks(resumed_in_ddp, tmp_path)
+    for name in ("plain", "lossless", "whole", "resumed"):
+        assert_same_weights(ranks[0][name], ranks[1][name])
+    assert_same_weights(ranks[0]["lossless"], ranks[0]["plain"])
+    assert_same_weights(ranks[0]["resumed"], ranks[0]["whole"])
+    assert ranks[0]["state"] != ranks[1]["state"]  # each learned from samples of its own
+
+
 @pytest.mark.stack("HF Trainer", "a plan instead of a method")
 def test_a_plan(tmp_path):
     method = LowtideCallback("actnn")
@@ -166,7 +198,7 @@ def test_a_budget(tmp_path):
     assert loose.handle.report().ratio < 1.1  # masks and the like only: all values are kept
     batch = {key: value[None].repeat(BATCH, 1) for key, value in samples(1)[0].items()}
     recorded = lowtide.profile(llama(), batch, lambda model, batch: model(**batch).loss)
-    tight = LowtideCallback(budget=int(0.7 * recorded.peak_nbytes))
+    tight = LowtideCallback(budget=int(0.7 * recorded.peak))
     train(tmp_path, tight)
     assert tight.handle.report().ratio > 1.5
     with pytest.raises(lowtide.BudgetError):

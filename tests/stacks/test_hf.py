@@ -206,13 +206,6 @@ def test_a_budget(tmp_path):
     assert clean(model)
 
 
-@pytest.mark.stack("HF Trainer", "`guard=True`")
-def test_a_guard(tmp_path):
-    callback = LowtideCallback("actnn", bits=2, guard=lowtide.Guard(every=1))
-    train(tmp_path, callback)
-    assert callback.handle.guard is not None
-
-
 class Failing(TrainerCallback):
     """Raises at an event of the second step."""
 

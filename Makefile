@@ -6,10 +6,13 @@ READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
 # Apart, because transformers cannot be imported beside a torchvision whose compiled part does not load.
 ZOO := .venv-zoo
+# Apart, because these packages are large, and the default tests must pass without them.
+STACKS := .venv-stacks
 NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
 .PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
-        evidence-checkpointing evidence-plan evidence-safety evidence-coverage gallery clean
+        evidence-checkpointing evidence-plan evidence-safety evidence-coverage evidence-finetuning gallery test-stacks \
+        compatibility clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -86,5 +89,21 @@ evidence-coverage: $(ZOO)/.ready
 gallery: $(EVIDENCE)
 	$(BIN)/python -m evidence.gallery
 
+$(STACKS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(STACKS)
+	$(STACKS)/bin/python -m pip install --quiet -c constraints.txt -e '.[stacks]'
+	touch $@
+
+# Other packages' warnings are theirs; the default tests turn warnings into errors.
+test-stacks: $(STACKS)/.ready
+	$(STACKS)/bin/python -m pytest -W default tests/stacks
+
+compatibility: $(STACKS)/.ready
+	PYTHONPATH=tests $(STACKS)/bin/python -m pytest -W default -p compatibility -m stack \
+	    --compatibility docs/compatibility.md tests tests/stacks
+
+evidence-finetuning: $(STACKS)/.ready
+	$(STACKS)/bin/python examples/lora_llama.py --page docs/finetuning.md
+
 clean:
-	rm -rf $(VENV) $(ZOO) .mypy_cache .pytest_cache .ruff_cache dist
+	rm -rf $(VENV) $(ZOO) $(STACKS) .mypy_cache .pytest_cache .ruff_cache dist

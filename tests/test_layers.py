@@ -21,6 +21,7 @@ REPO = Path(__file__).parent.parent
 LAYERS = [
     *["__main__", "cli"],
     *["tools.demo", "tools.bench", "tools.targets"],
+    *["integrations.hf", "integrations.lightning", "integrations.figures"],
     *["attachment"],
     *["page.writing", "page.document", "page.sentences", "page.timeline"],
     *["planning.budgeted", "planning.memory_errors", "planning.fitting", "planning.planner", "planning.verifying"],

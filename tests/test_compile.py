@@ -189,7 +189,9 @@ def test_batches_of_any_size_share_a_graph(name, method):
         expected = step(model, model, part)
         assert error(step(compiled, model, part), expected) < 0.6  # as in static graphs; wrong places would give 1.4
         report = compiled.report()
-        assert report.ratio > (1.9 if method == "cast" else 4)
+        least = 1.9 if method == "cast" else 4.0
+        # positions in planes whose size is a symbol stay in 64 bits: an eighth of all that the CNN saves
+        assert report.ratio > (1 / (1 / least + 1 / 8) if name == "cnn" else least)
     assert graphs() <= 2  # one, and another where torch finds a size equal to a constant
     assert saved_nbytes(compiled(part), model) >= compiled.report().stored_nbytes
 
@@ -255,7 +257,7 @@ def test_what_is_not_known_stays_exact_and_is_listed():
     exact = [row for row in compiled.report().sites if row.state == EXACT and row.plain_nbytes == 64 * 32 * 4]
     assert exact
     assert all(row.why for row in exact)
-    assert 0 < error(ours, expected) < 0.05
+    assert same(ours, expected)
 
 
 def test_retain_graph_decodes_twice():
@@ -320,8 +322,8 @@ def test_a_plan_of_an_eager_session_is_followed():
     step(compiled, model, x)
     rows = {row.site: row for row in compiled.report().sites if row.state == COMPRESSED}
     planned = {site: str(choice) for site, choice in session.plan().choices.items()}
-    met = {site: row.codec for site, row in rows.items() if site in planned}
-    assert len(met) >= 4
+    met = {site: row.codec for site, row in rows.items() if site in planned and site.op != "Relu"}
+    assert len(met) == 3  # the mask of a ReLU is not what a plan is about
     assert all(planned[site] == codec for site, codec in met.items())
 
 

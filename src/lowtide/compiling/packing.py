@@ -8,6 +8,7 @@ the exact values, and handed on as bits.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..codecs import FLOATS, Codec, Mask, TensorMeta
+from ..codecs import FLOATS, Codec, GroupQuant, Mask, TensorMeta
 from ..codecs.base import layout_of
 from ..graph.capture import Site
 from ..graph.rules import Need
@@ -202,6 +203,8 @@ def _form(read: Read, saved: Saved) -> tuple[int, ...]:
 
 def _take(saved: Saved, codec: Codec, value: Tensor, meta: TensorMeta, why: str, extra: int = 0) -> None:
     """Pack with ``codec`` if that can be done here, and is worth it."""
+    if isinstance(codec, GroupQuant) and codec.layout == "channel" and _has_symbols(value.shape[2:]):
+        codec = dataclasses.replace(codec, layout="sample")  # groups of channels are cut by the size of a map
     saved.why = why
     try:
         codec.to_config()
@@ -214,6 +217,10 @@ def _take(saved: Saved, codec: Codec, value: Tensor, meta: TensorMeta, why: str,
         saved.codec = codec
     else:
         saved.why = "packing would not make it smaller"
+
+
+def _has_symbols(sizes: Sequence[Any]) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _sites(saved: Saved, ordinals: Counter[tuple[str, ...]]) -> tuple[Site, ...]:

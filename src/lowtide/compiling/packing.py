@@ -95,7 +95,7 @@ class Graphs:
         self.output = self.forward.output_node()
         self.results: list[Any] = list(self.output.args[0])  # type: ignore[arg-type]
         self.holders = {node.name: node for node in self.backward.find_nodes(op="placeholder")}
-        self.inputs = list(self.forward.find_nodes(op="placeholder"))
+        self.inputs: list[fx.Node] = list(self.forward.find_nodes(op="placeholder"))
 
     def is_saved(self, node: Any) -> bool:
         """Is it a tensor that the forward returns for backward?"""

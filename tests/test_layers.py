@@ -24,6 +24,7 @@ LAYERS = [
     *["integrations.hf", "integrations.lightning", "integrations.figures"],
     *["attachment"],
     *["page.writing", "page.document", "page.sentences", "page.timeline"],
+    *["compiling.compiled", "compiling.dynamo", "compiling.packing", "compiling.reading", "compiling.running"],
     *["planning.budgeted", "planning.memory_errors", "planning.fitting", "planning.planner", "planning.verifying"],
     *["planning.checkpoints", "planning.profiling", "planning.observing", "planning.recorder", "planning.solvers"],
     *["machine.costs", "machine.measure", "machine.malloc"],
@@ -146,13 +147,19 @@ def own_names(trees: list[ast.AST]) -> set[str]:
     return own
 
 
-def test_private_torch_names_live_in_capture():
+# Private names of torch: those of autograd in one file, and those of the compiler, which has no public way to pack
+# what passes from a forward graph to a backward graph, in another. Kernels name torch's float formats.
+PRIVATE = {FILES["graph.capture"], FILES["graph.shards"], FILES["compiling.dynamo"]}
+
+
+def test_private_torch_names_live_in_three_files():
     trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
     own = own_names(list(trees.values()))
     for path, tree in trees.items():
-        if path not in (FILES["graph.capture"], FILES["graph.shards"]) and path.parent.name != "kernels":
+        if path not in PRIVATE and path.parent.name != "kernels":
             assert not private_names(tree, own), path
     assert {"_C", "_saved_", "_version", "_base"} <= private_names(trees[FILES["graph.capture"]], own)
+    assert {"_dynamo", "_functorch", "_inductor"} <= private_names(trees[FILES["compiling.dynamo"]], own)
 
 
 def test_the_test_of_private_names_sees_every_form_of_use():

@@ -306,6 +306,7 @@ def test_compiled_code_stays_exact_and_is_listed():
     for ours, exact in zip(gradients(model), expected, strict=True):
         assert torch.allclose(ours, exact, rtol=1e-5, atol=1e-6)
     assert {(s.site.op, s.state) for s in session.report().sites} == {("CompiledFunction", EXACT)}
+    assert all("lowtide.compile" in s.why for s in session.report().sites)
 
 
 def test_unknown_ops_and_custom_functions_stay_exact_and_are_listed():

@@ -10,6 +10,7 @@ largest batch. ``checkpoint`` runs a block again in backward, from compressed in
 from . import codecs
 from .attachment import Attachment, attach, compress
 from .codecs import Codec
+from .compiling.compiled import Compiled, compile
 from .graph.capture import Site
 from .graph.rules import Need, register_rule
 from .machine.malloc import tune_cpu_allocator
@@ -51,6 +52,7 @@ __all__ = [
     "CheckResult",
     "Choice",
     "Codec",
+    "Compiled",
     "Division",
     "Fit",
     "Gact",
@@ -71,6 +73,7 @@ __all__ = [
     "check",
     "checkpoint",
     "codecs",
+    "compile",
     "compress",
     "explain_oom",
     "fit",

@@ -415,6 +415,14 @@ def has_data(tensor: Tensor) -> bool:
     return not (isinstance(tensor, _FakeTensor) or tensor.is_meta)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Did a compiler make this module (``torch.compile``, ``lowtide.compile``), or ``module.compile()`` compile it?"""
+    made = type(model).__name__ in ("OptimizedModule", "Compiled") and isinstance(
+        model._modules.get("_orig_mod"), nn.Module
+    )
+    return made or getattr(model, "_compiled_call_impl", None) is not None
+
+
 NEEDS_DATA: tuple[type[Exception], ...] = tuple(
     kind
     for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException")

@@ -103,7 +103,7 @@ def group_bytes(n: int, bits: int) -> int:
 
 def row_bytes(row: int, group: int, bits: int) -> int:
     """Bytes of the codes of one row."""
-    full, rest = divmod(row, group)
+    full, rest = row // group, row % group  # not divmod: a compiler's symbols have none
     return full * group_bytes(group, bits) + group_bytes(rest, bits)
 
 
@@ -388,7 +388,7 @@ def channel_sizes(geometry: Sequence[int], group: int, bits: int) -> tuple[int, 
     if channel_step(inner, group) == 1:
         return outer * channels * groups_in_row(inner, group), outer * channels * row_bytes(inner, group, bits)
     step = channel_step(inner, group)
-    full, rest = divmod(outer, step)
+    full, rest = outer // step, outer % step
     size = full * group_bytes(step * inner, bits) + group_bytes(rest * inner, bits)
     return channels * -(-outer // step), channels * size
 

@@ -50,6 +50,11 @@ def new_session(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if capture.is_compiled(model):
+        raise TypeError(
+            "this model is compiled, and what a compiled graph saves is not seen from outside; give "
+            "lowtide.compile(model, method) the model as it was before torch.compile"
+        )
     if next(model.parameters(), None) is None:
         raise ValueError("the model has no parameters, so there is no training memory to compress")
     if isinstance(seed, bool) or not isinstance(seed, int):

@@ -261,7 +261,9 @@ class Session:
             self._count(slot, identity, f"could not be judged: {type(error).__name__}: {error}", kept=True)
             return
         if rule is None:
-            self._count(slot, identity, UNKNOWN_OP, kept=True)
+            inside = slot.site.op == "CompiledFunction"
+            why = "saved by a compiled graph: lowtide.compile packs inside it" if inside else UNKNOWN_OP
+            self._count(slot, identity, why, kept=True)
             return
         need = rule.need
         if lossless is not None:

@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
+GPU := $(VENV)/.gpu
 # Apart, because transformers cannot be imported beside a torchvision whose compiled part does not load.
 ZOO := .venv-zoo
 NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
-.PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
+.PHONY: demo test test-fast test-gpu test-gpu-full gpu-aot gpu-test lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
         evidence-plan evidence-safety clean
 
 $(READY): pyproject.toml constraints.txt
@@ -24,6 +25,21 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
+
+$(GPU): $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gpu]'
+	touch $(GPU)
+
+# Without a GPU: the kernels in Triton's interpreter, and some of them compiled.
+test-gpu: $(GPU)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -rs tests/test_gpu_kernels.py
+
+test-gpu-full: $(GPU)
+	TRITON_INTERPRET=1 LOWTIDE_TEST_GPU=full $(BIN)/python -m pytest -rs tests/test_gpu_kernels.py
+
+# Without a GPU: every kernel compiled for five architectures, and its machine code looked at.
+gpu-aot: $(GPU)
+	$(BIN)/python benchmarks/gpu_aot.py --out benchmarks/results/gpu_aot.csv
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -935,7 +935,9 @@ def test_every_operator_is_compiled() -> None:
 
 
 def test_served_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(kernels.status("cuda").values()) == {"reference: no fast kernels for cuda"}
+    assert set(kernels.status("mps").values()) == {"reference: no fast kernels for mps"}
+    assert set(kernels.status("cuda").values()) == set(kernels.status("xpu").values()) == {"triton (not called yet)"}
+    assert set(kernels.status("cuda")) == set(kernels.status())
     assert set(kernels.status(torch.device("meta")).values()) == {"shapes only"}
     assert kernels.status("cpu") == kernels.status()
     for name, empty in (("_functions", {}), ("_referred", set()), ("_fallbacks", set())):
@@ -951,8 +953,48 @@ def test_served_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     ops.range_energy(x.to("meta"), 64, 8, False)
     assert set(kernels.served()) == {"cpu"}
     monkeypatch.setattr(reference, "range_energy", lambda x: "ran")  # no other device is at hand
-    assert backends._reference("range_energy")(SimpleNamespace(device=torch.device("xpu"))) == "ran"
-    assert kernels.served()["xpu"] == {"range_energy": "reference: no fast kernels for xpu"}
+    assert backends._reference("range_energy")(SimpleNamespace(device=torch.device("mps"))) == "ran"
+    assert kernels.served()["mps"] == {"range_energy": "reference: no fast kernels for mps"}
+    backends.note_fallback("range_energy", "xpu")
+    backends._functions["xpu", "range_energy"] = backends._functions["xpu", "pack_band"] = reference.pack_band
+    assert kernels.served()["xpu"] == {
+        "pack_band": "triton (not called yet)",
+        "range_energy": "triton (not called yet) and reference",
+    }
+
+
+def test_a_gpu_kernel_that_fails_is_replaced_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_functions", "_status", "_compiled"):
+        monkeypatch.setattr(backends, name, dict(getattr(backends, name)))
+
+    def broken(*arguments: Any) -> Tensor:
+        raise NotImplementedError("no such machine\nand more")
+
+    serve = backends._or_reference("cuda", "range_energy", broken)
+    x = sample(64, torch.float32)
+    with pytest.warns(RuntimeWarning, match=r"kernel for range_energy failed \(NotImplementedError: no such machine\)"):
+        assert_same(serve(x, 64, 8, False), reference.range_energy(x, 64, 8, False), "served")
+    assert kernels.status("cuda")["range_energy"] == "reference: NotImplementedError: no such machine"
+    assert backends._functions["cuda", "range_energy"] is reference.range_energy
+    with pytest.raises(RuntimeError):  # what the reference refuses too is an error of the caller
+        backends._or_reference("cuda", "block_means", broken)(x, (1, 1, 40, 40, 1), 8, torch.float32)
+    assert kernels.status("cuda")["block_means"].startswith("triton")
+
+
+def test_without_triton() -> None:
+    code = """
+        from lowtide.kernels import backends
+        class Hide:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition('.')[0] == 'triton':
+                    raise ImportError('no triton here')
+        sys.meta_path.insert(0, Hide())
+        assert 'lowtide.kernels.gpu' not in sys.modules
+        serve = backends._lazy('cuda', 'range_energy')
+        assert torch.equal(serve(x, x.numel(), 256, False), reference.range_energy(x, x.numel(), 256, False))
+        assert kernels.served()['cuda'] == {'range_energy': 'reference: ImportError: no triton here'}
+    """
+    run(code)
 
 
 def test_empty() -> None:

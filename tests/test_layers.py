@@ -43,13 +43,14 @@ LAYERS = [
     *["graph.rules", "graph.twins", "graph.derive", "graph.capture"],
     *["codecs.projection", "codecs.sixsigma", "codecs.casts", "codecs.blocks", "codecs.groups"],
     *["codecs.lossless", "codecs.base"],
-    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.layout", "kernels.reference"],
+    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.layout"],
+    *["kernels.gpu", "kernels.programs", "kernels.reference"],
 ]
 PLACE = {name: i for i, name in enumerate(LAYERS)}
 FILES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}
 
 # An import inside a function that breaks a cycle: a backend is loaded when its first operator is called.
-LATE = {("kernels.backends", "kernels.cpu"), ("kernels.cpu", "kernels.backends")}
+LATE = {("kernels.backends", "kernels.cpu"), ("kernels.cpu", "kernels.backends"), ("kernels.gpu", "kernels.backends")}
 
 
 def imports_of(name: str) -> set[str]:

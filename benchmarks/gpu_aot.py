@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ POINTERS = {
     torch.int8: "*i8",
 }
 FIELDS = ["case", "launch", "target", "registers", "spills", "shared", "instructions", "bytes", "faults"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
 class Launches:
@@ -328,22 +329,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a CSV file; printed otherwise")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
-    parser.add_argument("--only", default="", help="a part of the names of cases")
+    parser.add_argument("--only", default="", help="a regular expression for the names of cases")
     given = parser.parse_args()
     rows = []
-    for case, numel, call in cases():
-        if given.only not in case:
-            continue
-        for number, (kernel, values) in enumerate(recorded(call)):
-            name = case if number == 0 else f"{case} +{number}"
-            for arch in given.targets:
-                rows.append(row(name, numel, kernel, values, arch))
-                print(*rows[-1].values(), sep=", ", file=sys.stderr, flush=True)
-    if given.out:
-        with given.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+    with given.out.open("w", newline="") if given.out else nullcontext(sys.stdout) as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for arch in given.targets:
+            for case, numel, call in cases():
+                for number, (kernel, values) in enumerate(recorded(call) if re.search(given.only, case) else ()):
+                    name = case if number == 0 else f"{case} +{number}"
+                    rows.append(row(name, numel, kernel, values, arch))
+                    writer.writerow(rows[-1])
+                    file.flush()
     bad = [r for r in rows if r["faults"] or r["spills"]]
     for r in bad:
         print("not allowed:", *r.values())

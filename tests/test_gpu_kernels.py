@@ -82,6 +82,10 @@ def test_keys() -> None:
         )
 
 
+def test_no_value_is_rounded_beyond_the_largest_code() -> None:
+    contract.test_no_value_is_rounded_beyond_the_largest_code()
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_levels(bits: int) -> None:
     contract.check_groups(special(FLOATS[bits % 3])[:970], 97, 64, bits, bits % 2 == 0, levels_of(bits))
@@ -258,7 +262,7 @@ def test_some_kernels_compile() -> None:
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(run, cwd=REPO, env=without, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
-    assert result.stdout.startswith("6 programs, 0 with spills")  # means and codes, then values; two targets each
+    assert "\n6 programs, 0 with spills or faults" in result.stdout  # means and codes, then values; two targets each
 
 
 full = pytest.mark.skipif(not FULL, reason="make test-gpu-full runs it")

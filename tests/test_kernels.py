@@ -373,6 +373,31 @@ def test_an_inverse_is_lowered_once_at_most() -> None:
     assert lowered > 1000
 
 
+def test_no_value_is_rounded_beyond_the_largest_code() -> None:
+    """The largest value of a group meets the largest random number, which happens once in two million times.
+
+    With the inverse that is nearest to 1 / step their sum would be the next power of two, and the code 0.
+    """
+    keys = torch.arange(1 << 16)
+    groups = reference.mix(reference.mix(keys))  # the hash of group 0 with each key below 2**32
+    key = next(
+        int(k)
+        for k in keys[(reference.mix(groups ^ 0x5BD1E995) >> 19) == 0x1FFF]
+        if bool((reference._thresholds(groups[k : k + 1], 256, 2) == 5.0 - 2.0**-21)[0, 1:].any())
+    )
+    at = 1 + int((reference._thresholds(groups[key : key + 1], 256, 2)[0, 1:] == 5.0 - 2.0**-21).nonzero()[0])
+    words = torch.arange(0x3F00, 0x4000)
+    step = reference._from_bits(words << 16)
+    extent = 3.0 * step
+    found = (extent * (1.0 / step) > 3.0).nonzero()
+    assert len(found)
+    x = torch.full((256,), float(extent[found[0]]))
+    x[0] = 0.0
+    codes, side = ops.quantize_groups(x, 256, 256, 2, key, False)
+    assert_same((codes, side), reference.quantize_groups(x, 256, 256, 2, key, False), key)
+    assert int(reference._unpack(codes.view(1, -1), 256, 2)[0, at]) == 3
+
+
 class NoWaiting(TorchDispatchMode):
     """Refuses what waits for a device, and division by a number of the host, which CUDA rounds twice."""
 

@@ -35,7 +35,7 @@ LAYERS = [
         "session.ledger",
         "session.memory",
     ],
-    *["session.replay", "session.offload", "session.noise"],
+    *["session.replay", "session.offload", "session.noise", "session.streams"],
     *["report"],
     *["policy.scope", "policy.policy", "policy.methods", "policy.tuners.mix", "policy.tuners.bits"],
     *["policy.tuners.levels", "policy.tuners.samples"],

@@ -44,6 +44,7 @@ from .memory import Memory
 from .noise import forward_noise
 from .packing import Packer
 from .replay import Sketch, gradients
+from .streams import on_stream, refuse_graph_capture
 from .watching import watch
 
 _RECENT = 12
@@ -109,6 +110,7 @@ class Session:
         self._close()
 
     def _open(self) -> None:
+        refuse_graph_capture()
         if not self._abilities.slots:
             warnings.warn(
                 f"lowtide cannot reach saved tensors in torch {torch.__version__}; nothing is compressed",
@@ -429,7 +431,8 @@ class Session:
         """Encode a storage that nobody changed since it was saved; if somebody did, reading it will complain."""
         raw = handle.raw
         if raw is not None and capture.version_of(raw) == handle.version:
-            self._packer.seal(handle, raw)
+            with on_stream(raw, handle.stream):
+                self._packer.seal(handle, raw)
 
     # ------------------------------------------------------------ backward
 

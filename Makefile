@@ -41,6 +41,10 @@ test-gpu-full: $(GPU)
 gpu-aot: $(GPU)
 	$(BIN)/python benchmarks/gpu_aot.py --out benchmarks/results/gpu_aot.csv
 
+# With a GPU, and a torch built for it: bytes, rates of kernels and steps, written to lowtide-gpu.json.
+gpu-test:
+	$(PYTHON) -m lowtide doctor --gpu
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .

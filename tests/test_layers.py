@@ -20,7 +20,7 @@ REPO = Path(__file__).parent.parent
 # Every module, from top to bottom; a module imports only what stands below it. Packages do not interleave.
 LAYERS = [
     *["__main__", "cli"],
-    *["tools.demo", "tools.targets"],
+    *["tools.demo", "tools.targets", "tools.accelerator"],
     *["attachment"],
     *["planning.budgeted", "planning.memory_errors", "planning.fitting", "planning.planner", "planning.verifying"],
     *["planning.profiling", "planning.observing", "planning.recorder", "planning.solvers"],

@@ -85,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--steps", type=_positive, default=demo.STEPS, help="training steps (%(default)s)")
     show.add_argument("--batch", type=_positive, default=demo.BATCH, help="images in a step (%(default)s)")
     show.add_argument("--json", type=_writable, metavar="PATH", help="also write all numbers to this file")
-    add("doctor", _doctor, "tell what serves here, and try every method")
+    doctor = add("doctor", _doctor, "tell what serves here, and try every method")
+    doctor.add_argument("--gpu", action="store_true", help="check the GPU instead, and write lowtide-gpu.json")
     add("methods", _methods, "list the methods and their options")
     judge = add("check", _check, "compare compressed gradients of your model with exact ones")
     judge.add_argument(
@@ -372,6 +373,10 @@ def _working(text: str) -> Iterator[None]:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Print versions, abilities, a tiny step with each method, and the kernels that served it."""
+    if arguments.gpu:
+        from .tools import accelerator
+
+        return accelerator.doctor()
     print(f"lowtide {__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(f"torch {torch.__version__} with {torch.get_num_threads()} threads")
     for package in ("numpy", "numba"):

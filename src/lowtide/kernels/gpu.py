@@ -81,7 +81,8 @@ def magic(divisor: int) -> tuple[int, int]:
 def _tile(n: int) -> tuple[int, int, int]:
     """Groups of a program, its lanes, and its warps."""
     lane = max(8, 1 << (-(-n // 4) - 1).bit_length())
-    return max(1, _TILE // lane), lane, 4 * max(1, lane // _TILE)
+    lanes = _TILE if n == 4 * lane else _TILE // 2  # other lengths need more registers for each value
+    return max(1, lanes // lane), lane, 4 * max(1, lane // _TILE)
 
 
 def _is(tensor: Tensor, dtype: torch.dtype, numel: int) -> bool:

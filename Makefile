@@ -4,15 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EVIDENCE := $(VENV)/.evidence
+GPU := $(VENV)/.gpu
 # Apart, because transformers cannot be imported beside a torchvision whose compiled part does not load.
 ZOO := .venv-zoo
 # Apart, because these packages are large, and the default tests must pass without them.
 STACKS := .venv-stacks
 NOW = $(shell date +%Y-%m-%dT%H%M%S)
 
-.PHONY: demo test test-fast lint check format bench bench-full evidence evidence-fidelity evidence-memory evidence-derived \
-        evidence-checkpointing evidence-plan evidence-safety evidence-coverage evidence-finetuning gallery test-stacks \
-        compatibility clean
+.PHONY: demo test test-fast test-gpu test-gpu-full gpu-aot gpu-test lint check format bench bench-full evidence \
+        evidence-fidelity evidence-memory evidence-derived evidence-checkpointing evidence-plan evidence-safety \
+        evidence-coverage evidence-finetuning gallery test-stacks compatibility clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +28,25 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
+
+$(GPU): $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gpu]'
+	touch $(GPU)
+
+# Without a GPU: the kernels in Triton's interpreter, and some of them compiled.
+test-gpu: $(GPU)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -rs tests/test_gpu_kernels.py
+
+test-gpu-full: $(GPU)
+	TRITON_INTERPRET=1 LOWTIDE_TEST_GPU=full $(BIN)/python -m pytest -rs tests/test_gpu_kernels.py
+
+# Without a GPU: every kernel compiled for five architectures, and its machine code looked at.
+gpu-aot: $(GPU)
+	$(BIN)/python benchmarks/gpu_aot.py --out benchmarks/results/gpu_aot.csv
+
+# With a GPU, and a torch built for it: bytes, rates of kernels and steps, written to lowtide-gpu.json.
+gpu-test:
+	$(PYTHON) -m lowtide doctor --gpu
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import kernels
 from lowtide.kernels import backends, compiled, cpu, layout, ops, reference
@@ -349,6 +350,88 @@ def test_wrong_scales_raise() -> None:
 def test_large_groups(threads: int, dtype: torch.dtype, positive: bool) -> None:
     for row, group in ((99_991, 256), (33_333, 1000), (299_973, 1 << 20)):
         check_groups(sample(299_973 // row * row, dtype), row, group, 2, positive)
+
+
+def test_an_inverse_is_lowered_once_at_most() -> None:
+    """Every step, all bits, and the largest extents that lead to the step: a product is no smaller for larger ones."""
+    words = torch.arange(0x0080, 0x7F80)  # 2**-126, the smallest, to the largest bfloat16
+    step, inf = reference._from_bits(words << 16), torch.tensor(INF)
+    lowered = 0
+    for bits in range(1, 9):
+        top = torch.tensor(2.0**bits - 1)
+        extent = (step.double() * top).float()
+        for _ in range(4):  # upwards, as long as the quotient is still rounded up to this step
+            above = extent.nextafter(inf)
+            extent = torch.where((reference._up(above / top) <= words) & above.isfinite(), above, extent)
+        some = extent.isfinite()
+        assert bool((reference._up(extent.nextafter(inf) / top) > words)[some].all())
+        inverse = reference._inverse(extent, step, float(top))
+        assert bool((extent * inverse <= top)[some].all())
+        nearest = 1.0 / step
+        assert bool(((inverse == nearest) | (extent * nearest > top))[some].all())
+        lowered += int((inverse != nearest)[some].sum())
+    assert lowered > 1000
+
+
+def test_no_value_is_rounded_beyond_the_largest_code() -> None:
+    """The largest value of a group meets the largest random number, which happens once in two million times.
+
+    With the inverse that is nearest to 1 / step their sum would be the next power of two, and the code 0.
+    """
+    keys = torch.arange(1 << 16)
+    groups = reference.mix(reference.mix(keys))  # the hash of group 0 with each key below 2**32
+    key = next(
+        int(k)
+        for k in keys[(reference.mix(groups ^ 0x5BD1E995) >> 19) == 0x1FFF]
+        if bool((reference._thresholds(groups[k : k + 1], 256, 2) == 5.0 - 2.0**-21)[0, 1:].any())
+    )
+    at = 1 + int((reference._thresholds(groups[key : key + 1], 256, 2)[0, 1:] == 5.0 - 2.0**-21).nonzero()[0])
+    words = torch.arange(0x3F00, 0x4000)
+    step = reference._from_bits(words << 16)
+    extent = 3.0 * step
+    found = (extent * (1.0 / step) > 3.0).nonzero()
+    assert len(found)
+    x = torch.full((256,), float(extent[found[0]]))
+    x[0] = 0.0
+    codes, side = ops.quantize_groups(x, 256, 256, 2, key, False)
+    assert_same((codes, side), reference.quantize_groups(x, 256, 256, 2, key, False), key)
+    assert int(reference._unpack(codes.view(1, -1), 256, 2)[0, at]) == 3
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what waits for a device, and division by a number of the host, which CUDA rounds twice."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name()
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal"), name
+        assert not name.startswith("aten::div") or isinstance(args[1], Tensor), f"{name} by {args[1]}"
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_reference_waits_for_no_device() -> None:
+    x, starts, taps = sample(512, torch.float32), torch.tensor([0, 4]), torch.arange(4)
+    mask, positions = torch.zeros(64, dtype=torch.uint8), torch.tensor([1, 3, 4, 6])
+    with NoWaiting():
+        for levels, key in ((None, 3), (levels_of(2), None)):
+            parts = reference.quantize_groups(x, 512, 200, 2, 3, True, levels, mask)
+            reference.dequantize_groups(*parts, 512, 512, 200, 2, torch.float16, mask, levels, key)
+            parts = reference.quantize_blocks(x, (2, 1, 16, 16, 1), 3, 512, 200, 2, 3, True, levels, mask)
+            reference.dequantize_blocks(*parts, (2, 1, 16, 16, 1), 3, 512, 200, 2, torch.float16, mask, levels, key)
+            parts = reference.quantize_channels(x, (64, 8, 1), 60, 2, 3, True, levels, mask)
+            reference.dequantize_channels(*parts, (64, 8, 1), 60, 2, torch.float16, mask, levels, key)
+        scaled = ((64, 8, 1), x[:8], x[:8], x, mask)
+        reference.dequantize_affine(*parts, (64, 8, 1), 60, 2, mask, 3, *scaled[1:])
+        reference.rebuild_affine(x.clone(), *scaled)
+        reference.spread_blocks(reference.block_means(x, (2, 1, 16, 16, 1), 3, x.dtype), (2, 1, 16, 16, 1), 3, x.dtype)
+        reference.range_energy(x, 256, 60, True)
+        reference.uncast_groups(*reference.cast_groups(x, 256, 60, torch.float8_e4m3fn), 256, 60, torch.float16)
+        reference.unpack_band(reference.pack_band(x, 0.0, 1.0, True, False), 512, torch.float32, 1.0, 0.0)
+        reference.unpack_uints(reference.pack_uints(positions, 0, 4), 4, 4, 0, torch.int64)
+        packed, _ = reference.pack_taps(positions, starts, 2, taps, 8, 2)
+        reference.unpack_taps(packed, 4, starts, 2, taps, 2)
+    for waiting in (lambda: float(x[0]), lambda: x / 3.0):
+        with pytest.raises(AssertionError), NoWaiting():
+            waiting()
 
 
 def test_negative_keys() -> None:
@@ -841,7 +924,6 @@ def test_every_operator_is_compiled() -> None:
 
     The calls made here are counted, because the status of an operator may come from a test that ran before.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     called = set()
 
@@ -878,7 +960,9 @@ def test_every_operator_is_compiled() -> None:
 
 
 def test_served_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(kernels.status("cuda").values()) == {"reference: no fast kernels for cuda"}
+    assert set(kernels.status("mps").values()) == {"reference: no fast kernels for mps"}
+    assert set(kernels.status("cuda").values()) == set(kernels.status("xpu").values()) == {"triton (not called yet)"}
+    assert set(kernels.status("cuda")) == set(kernels.status())
     assert set(kernels.status(torch.device("meta")).values()) == {"shapes only"}
     assert kernels.status("cpu") == kernels.status()
     for name, empty in (("_functions", {}), ("_referred", set()), ("_fallbacks", set())):
@@ -894,8 +978,48 @@ def test_served_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     ops.range_energy(x.to("meta"), 64, 8, False)
     assert set(kernels.served()) == {"cpu"}
     monkeypatch.setattr(reference, "range_energy", lambda x: "ran")  # no other device is at hand
-    assert backends._reference("range_energy")(SimpleNamespace(device=torch.device("xpu"))) == "ran"
-    assert kernels.served()["xpu"] == {"range_energy": "reference: no fast kernels for xpu"}
+    assert backends._reference("range_energy")(SimpleNamespace(device=torch.device("mps"))) == "ran"
+    assert kernels.served()["mps"] == {"range_energy": "reference: no fast kernels for mps"}
+    backends.note_fallback("range_energy", "xpu")
+    backends._functions["xpu", "range_energy"] = backends._functions["xpu", "pack_band"] = reference.pack_band
+    assert kernels.served()["xpu"] == {
+        "pack_band": "triton (not called yet)",
+        "range_energy": "triton (not called yet) and reference",
+    }
+
+
+def test_a_gpu_kernel_that_fails_is_replaced_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_functions", "_status", "_compiled"):
+        monkeypatch.setattr(backends, name, dict(getattr(backends, name)))
+
+    def broken(*arguments: Any) -> Tensor:
+        raise NotImplementedError("no such machine\nand more")
+
+    serve = backends._or_reference("cuda", "range_energy", broken)
+    x = sample(64, torch.float32)
+    with pytest.warns(RuntimeWarning, match=r"kernel for range_energy failed \(NotImplementedError: no such machine\)"):
+        assert_same(serve(x, 64, 8, False), reference.range_energy(x, 64, 8, False), "served")
+    assert kernels.status("cuda")["range_energy"] == "reference: NotImplementedError: no such machine"
+    assert backends._functions["cuda", "range_energy"] is reference.range_energy
+    with pytest.raises(RuntimeError):  # what the reference refuses too is an error of the caller
+        backends._or_reference("cuda", "block_means", broken)(x, (1, 1, 40, 40, 1), 8, torch.float32)
+    assert kernels.status("cuda")["block_means"].startswith("triton")
+
+
+def test_without_triton() -> None:
+    code = """
+        from lowtide.kernels import backends
+        class Hide:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition('.')[0] == 'triton':
+                    raise ImportError('no triton here')
+        sys.meta_path.insert(0, Hide())
+        assert 'lowtide.kernels.gpu' not in sys.modules
+        serve = backends._lazy('cuda', 'range_energy')
+        assert torch.equal(serve(x, x.numel(), 256, False), reference.range_energy(x, x.numel(), 256, False))
+        assert kernels.served()['cuda'] == {'range_energy': 'reference: ImportError: no triton here'}
+    """
+    run(code)
 
 
 def test_empty() -> None:

@@ -20,7 +20,7 @@ REPO = Path(__file__).parent.parent
 # Every module, from top to bottom; a module imports only what stands below it. Packages do not interleave.
 LAYERS = [
     *["__main__", "cli"],
-    *["tools.demo", "tools.bench", "tools.targets"],
+    *["tools.demo", "tools.bench", "tools.targets", "tools.accelerator"],
     *["integrations.hf", "integrations.lightning", "integrations.figures"],
     *["attachment"],
     *["page.writing", "page.document", "page.sentences", "page.timeline"],
@@ -40,7 +40,7 @@ LAYERS = [
         "session.ledger",
         "session.memory",
     ],
-    *["session.replay", "session.offload", "session.noise"],
+    *["session.replay", "session.offload", "session.noise", "session.streams"],
     *["report"],
     *["policy.scope", "policy.policy", "policy.methods", "policy.tuners.mix", "policy.tuners.bits"],
     *["policy.tuners.levels", "policy.tuners.samples"],
@@ -48,14 +48,15 @@ LAYERS = [
     *["graph.rules", "graph.twins", "graph.thrift", "graph.weights", "graph.derive", "graph.capture", "graph.shards"],
     *["codecs.projection", "codecs.sixsigma", "codecs.casts", "codecs.blocks", "codecs.groups"],
     *["codecs.lossless", "codecs.base"],
-    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.layout", "kernels.reference"],
+    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.layout"],
+    *["kernels.gpu", "kernels.programs", "kernels.reference"],
 ]
 PLACE = {name: i for i, name in enumerate(LAYERS)}
 FILES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.name != "__init__.py"}
 
 # An import inside a function that breaks a cycle: a backend is loaded when its first operator is called, and what
 # can be saved as a page calls the writer of pages, which stands above all that it joins.
-LATE = {("kernels.backends", "kernels.cpu"), ("kernels.cpu", "kernels.backends")}
+LATE = {("kernels.backends", "kernels.cpu"), ("kernels.cpu", "kernels.backends"), ("kernels.gpu", "kernels.backends")}
 LATE |= {(name, "page.writing") for name in ("report", "policy.plan", "planning.profiling", "verify.check")}
 
 

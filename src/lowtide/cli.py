@@ -107,11 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--page", type=_page, default=_DEMO_PAGE, metavar="FILE.html", help="where to write the page (%(default)s)"
     )
-    for name, run, text in (
-        ("doctor", _doctor, "tell what serves here, and try every method"),
-        ("methods", _methods, "list the methods and their options"),
-    ):
-        add(name, run, text).add_argument("--json", action="store_true", help="write JSON instead of text")
+    doctor = add("doctor", _doctor, "tell what serves here, and try every method")
+    doctor.add_argument("--gpu", action="store_true", help="check the GPU instead, and write lowtide-gpu.json")
+    for command in (doctor, add("methods", _methods, "list the methods and their options")):
+        command.add_argument("--json", action="store_true", help="write JSON instead of text")
     judge = add("check", _check, "compare compressed gradients of your model with exact ones")
     judge.add_argument(
         "function",
@@ -579,6 +578,10 @@ def _health() -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Print versions, abilities, a tiny step with each method, and the kernels that served it."""
+    if arguments.gpu:
+        from .tools import accelerator
+
+        return accelerator.doctor()
     if arguments.json:
         return _health()
     print(f"lowtide {__version__}, Python {platform.python_version()}, {platform.platform()}")

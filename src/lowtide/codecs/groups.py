@@ -260,13 +260,15 @@ class SampleQuant(Codec):
         require_float(tensor, self)
         flat, meta, _ = flatten(tensor)
         self._require_samples(meta)
-        bits = torch.tensor(self.bits, dtype=torch.uint8, device=tensor.device)
+        # The sizes of codes follow from the bits, so these stay with the host: it need not ask the device for them.
+        bits = torch.tensor(self.bits, dtype=torch.uint8)
         codes, side = ops.quantize_samples(flat, bits, self.group, key, positive, support)
         return Packed(self, meta, (codes, side, bits))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """The level of each code. With ``support`` the zeros of a rectified tensor come back exactly."""
-        meta, (codes, side, bits) = packed.meta, packed.buffers
+        meta, (codes, side, _) = packed.meta, packed.buffers
+        bits = torch.tensor(self.bits, dtype=torch.uint8)
         flat = ops.dequantize_samples(codes, side, bits, meta.numel, self.group, meta.dtype, support)
         return flat.as_strided(meta.shape, meta.stride)
 

@@ -156,15 +156,18 @@ class TwoValue(Codec):
         if flat.numel() == 0:
             return Packed(self, meta, (flat.new_empty(0, dtype=torch.uint8), flat.new_zeros(1)))
         value = flat.max()
-        two = ((flat == 0) | (flat == value)).all() & ~torch.signbit(flat).any()
-        if not bool(two) or not float(value) > 0:
+        two = ((flat == 0) | (flat == value)).all() & ~torch.signbit(flat).any() & (value > 0)
+        if not bool(two):  # the one wait of this codec: nothing but the values can tell
             raise NotRepresentable("the tensor holds more than zero and one positive number")
         return Packed(self, meta, (ops.pack_band(flat, 0.0, math.inf, False, False), value.reshape(1)))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """The two numbers again."""
         meta, (mask, value) = packed.meta, packed.buffers
-        flat = ops.unpack_band(mask, meta.numel, meta.dtype, float(value), 0.0)
+        if mask.device.type == "cpu":
+            flat = ops.unpack_band(mask, meta.numel, meta.dtype, float(value), 0.0)
+        else:  # the number stays where it is, so nobody waits for it
+            flat = torch.where(ops.unpack_band(mask, meta.numel, torch.bool, 1.0, 0.0), value, 0)
         return flat.as_strided(meta.shape, meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
@@ -194,13 +197,19 @@ class Indices(Codec):
         return next(w for w in _WIDTHS if self.high - self.low < 2**w)
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
-        """Pack the distance of each integer to ``low``; raise :class:`NotRepresentable` if one lies outside."""
+        """Pack the distance of each integer to ``low``; raise :class:`NotRepresentable` if one lies outside.
+
+        On an accelerator that would be found too late to raise: then the device stops with an error of its own, as it
+        does for any index that is out of range, and nobody waits.
+        """
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
             raise TypeError(f"{self.id} stores integers; got {tensor.dtype}. Keep such a tensor with Raw()")
         flat, meta, _ = flatten(tensor)
         if flat.numel():
             low, high = torch.aminmax(flat)
-            if int(low) < self.low or int(high) > self.high:
+            if flat.device.type != "cpu":
+                ops.require_later((low >= self.low) & (high <= self.high))
+            elif int(low) < self.low or int(high) > self.high:
                 raise NotRepresentable(f"integers {int(low)}..{int(high)} leave {self.low}..{self.high}")
         return Packed(self, meta, (ops.pack_uints(flat, self.low, self.bits),))
 
@@ -265,16 +274,26 @@ class PoolOffsets(Codec):
         if not layout.dense or layout.order[at : at + dims] != tuple(range(first, len(shape))):
             contiguous = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
             return self._windows(TensorMeta(shape, contiguous, meta.dtype), device)
-        starts = taps = torch.zeros((), dtype=torch.int64)
+        starts = taps = torch.zeros((), dtype=torch.int64, device=device)
+        rising, reach = True, 0  # do taps rise in the order of their window?
         for d in range(dims):
             below = math.prod(self.size[d + 1 :])
-            starts = starts[..., None] + (torch.arange(shape[first + d]) * self.stride[d] - self.padding[d]) * below
-            taps = taps[..., None] + torch.arange(self.kernel[d]) * self.dilation[d] * below
+            outputs, inputs = (torch.arange(n, device=device) for n in (shape[first + d], self.kernel[d]))
+            starts = starts[..., None] + (outputs * self.stride[d] - self.padding[d]) * below
+            taps = taps[..., None] + inputs * (self.dilation[d] * below)
+        for d in reversed(range(dims)):
+            hop = self.dilation[d] * math.prod(self.size[d + 1 :])
+            rising = rising and (hop > reach or self.kernel[d] == 1)
+            reach += (self.kernel[d] - 1) * hop
         inner = math.prod(layout.sizes[at + dims :])
-        return layout.stride, starts.reshape(-1).to(device), inner, torch.unique(taps).to(device)
+        # Windows wider than their plane repeat positions. Only then taps have to be sorted, which waits for a device.
+        return layout.stride, starts.reshape(-1), inner, taps.reshape(-1) if rising else torch.unique(taps)
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
-        """Pack the offsets; raise :class:`NotRepresentable` if a position is not a tap of its window."""
+        """Pack the offsets; raise :class:`NotRepresentable` if a position is not a tap of its window.
+
+        On an accelerator the device stops with an error then, as for :class:`Indices`.
+        """
         if tensor.dtype != torch.int64:
             raise TypeError(f"{self.id} stores int64 positions; got {tensor.dtype}. Keep such a tensor with Raw()")
         if tensor.dim() < len(self.size):
@@ -289,7 +308,9 @@ class PoolOffsets(Codec):
         if stride != meta.stride:
             flat = tensor.contiguous().view(-1)
         packed, none = ops.pack_taps(flat, starts, inner, taps, math.prod(self.size), self.bits)
-        if int(none):
+        if none.device.type != "cpu":
+            ops.require_later(none == 0)
+        elif int(none):
             raise NotRepresentable(f"{int(none)} positions are no taps of their pooling windows")
         return Packed(self, meta, (packed,))
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..codecs import Codec
+from ..graph import shards
 from ..graph.capture import is_compiled
 from ..kernels import backends
 from ..policy.methods import Auto, Method, resolve
@@ -48,11 +49,12 @@ class Compiled(nn.Module):
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, compiled."""
-        if not torch.is_grad_enabled():
-            with running(Forward(self.seed, self.step)):
-                return self._call(*args, **kwargs)
-        self.step += 1
-        self._last = forward = Forward(self.seed, self.step)
+        saves = torch.is_grad_enabled()
+        self.step += saves
+        team = shards.team_of(self._orig_mod)
+        forward = Forward(self.seed, self.step, shards.own_rank() if team is None else team.rank)
+        if saves:
+            self._last = forward
         with running(forward):
             return self._call(*args, **kwargs)
 

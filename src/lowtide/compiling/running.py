@@ -40,16 +40,17 @@ class Form(NamedTuple):
 class Forward:
     """One forward of a compiled model: its random numbers, and what its graphs store."""
 
-    def __init__(self, seed: int, step: int) -> None:
+    def __init__(self, seed: int, step: int, rank: int) -> None:
         self.seed = seed
         self.step = step
+        self.rank = rank
         self.rows: list[SiteReport] = []
         self._uses: Counter[Site] = Counter()
 
     def key(self, site: Site) -> int:
         """The key of the next tensor at ``site``. A graph that runs several times has other noise each time."""
         self._uses[site] += 1
-        return key_of(site, forward_noise(self.seed, self.step, self._uses[site]))
+        return key_of(site, forward_noise(self.seed, self.step, self._uses[site], self.rank))
 
 
 _running: ContextVar[Forward | None] = ContextVar("lowtide_compiled_forward", default=None)

@@ -815,7 +815,7 @@ def _note_version(node: Any, result: Tensor, args: tuple[Any, ...], kwargs: Mapp
         edges = node.next_functions
         if len(read) >= len(edges) and all(map(_is_as_its_maker_made_it, edges, read, itertools.repeat(result))):
             notes[_FAITHFUL] = True
-    elif kind == "NativeBatchNormBackward0":
+    elif kind in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"):
         bias = getattr(parent(node, 2), "variable", None)
         if bias is not None:
             notes[_BIAS] = bias._version

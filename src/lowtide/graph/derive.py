@@ -136,6 +136,9 @@ def _product(node: Any) -> Rebuild | None:
 
 RECIPES: dict[str, Recipe] = {
     "NativeBatchNorm": Recipe(("input",), _batch_norm),
+    # These keep the same under the same names, by torch's derivatives.yaml; they have not been run on a GPU.
+    "CudnnBatchNorm": Recipe(("input",), _batch_norm),
+    "MiopenBatchNorm": Recipe(("input",), _batch_norm),
     "NativeLayerNorm": Recipe(("input",), _layer_norm),
     "FusedRmsNorm": Recipe(("input",), _rms_norm),
     # A product of two independently rounded factors has no bias either.

@@ -1,8 +1,9 @@
-"""Kernels: ``reference`` defines them in plain torch, ``cpu`` compiles them with Numba."""
+"""Who serves an operator: ``reference`` in plain torch anywhere, ``cpu`` with Numba, ``gpu`` with Triton."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,62 +15,70 @@ from . import reference
 __all__ = ["note_fallback", "prepare", "register", "served", "status"]
 
 PROCESS = os.getpid()  # a child forked from it must not use the threads it had
-_LAZY = "numba (not compiled yet)"
+_LAZY = {"cpu": "numba (not compiled yet)", "cuda": "triton (not called yet)", "xpu": "triton (not called yet)"}
 
-# Filled in once per operator: by ``register``, then when it is compiled, then by the first call.
-_status: dict[str, str] = {}
-_compiled: dict[str, Callable[..., Any]] = {}
-_functions: dict[str, Callable[..., Any]] = {}
-# The reference was called for these device types and operators, and for these by a compiled kernel.
+# Filled in once per device type and operator: by ``register``, then when it is compiled, then by the first call.
+_status: dict[tuple[str, str], str] = {}
+_compiled: dict[tuple[str, str], Callable[..., Any]] = {}
+_functions: dict[tuple[str, str], Callable[..., Any]] = {}
+# The reference was called for these device types and operators, and for these by a fast kernel.
 _referred: set[tuple[str, str]] = set()
-_fallbacks: set[str] = set()
+_fallbacks: set[tuple[str, str]] = set()
 
 
 def status(device: torch.device | str = "cpu") -> dict[str, str]:
     """What serves each operator on a device.
 
-    On the CPU "numba", "numba (not compiled yet)" or "reference: <reason>"; on meta tensors "shapes only"; on other
-    devices "reference: no fast kernels for <device type>".
+    On the CPU "numba", "numba (not compiled yet)" or "reference: <reason>"; on CUDA, ROCm and XPU the same with
+    "triton", which compiles at a call; on meta tensors "shapes only"; on other devices "reference: no fast kernels for
+    <device type>".
     """
     kind = torch.device(device).type
-    if kind == "cpu":
-        return dict(_status)
-    return dict.fromkeys(_status, "shapes only" if kind == "meta" else f"reference: no fast kernels for {kind}")
+    found = {name: text for (own, name), text in _status.items() if own == kind}
+    if found:
+        return found
+    names = (name for own, name in _status if own == "cpu")
+    return dict.fromkeys(names, "shapes only" if kind == "meta" else f"reference: no fast kernels for {kind}")
 
 
 def served() -> dict[str, dict[str, str]]:
     """What has served each operator called so far in this process, by device type.
 
-    The texts are those of :func:`status`. Where a compiled kernel left some calls to the reference, because it does not
+    The texts are those of :func:`status`. Where a fast kernel left some calls to the reference, because it does not
     know their types or shapes, " and reference" follows.
     """
     found: dict[str, dict[str, str]] = {}
-    for kind, name in sorted({("cpu", name) for name in _functions} | _referred):
-        also = " and reference" if kind == "cpu" and name in _fallbacks else ""
-        found.setdefault(kind, {})[name] = status(kind)[name] + also
+    for kind, name in sorted({*_functions, *_referred}):
+        text = status(kind)[name]
+        also = " and reference" if (kind, name) in _fallbacks and not text.startswith("reference") else ""
+        found.setdefault(kind, {})[name] = text + also
     return found
 
 
-def note_fallback(name: str) -> None:
-    """Notes that a compiled kernel left a call on the CPU to the reference."""
-    _fallbacks.add(name)
+def note_fallback(name: str, kind: str = "cpu") -> None:
+    """Notes that a fast kernel left a call on such a device to the reference."""
+    _fallbacks.add((kind, name))
 
 
 def register(library: Any, names: Iterable[str]) -> None:
-    """The reference serves every device; on the CPU compiled kernels go first, which import Numba when called."""
+    """The reference serves every device; fast kernels go first, and import their compiler when called.
+
+    The key of CUDA is that of ROCm too.
+    """
     forced = os.environ.get("LOWTIDE_KERNELS") == "reference"
     for name in names:
         library.impl(name, _reference(name), "CompositeExplicitAutograd")
-        _status[name] = "reference: LOWTIDE_KERNELS=reference" if forced else _LAZY
-        if not forced:
-            library.impl(name, _lazy(name), "CPU")
+        for kind, text in _LAZY.items():
+            _status[kind, name] = "reference: LOWTIDE_KERNELS=reference" if forced else text
+            if not forced:
+                library.impl(name, _lazy(kind, name), kind.upper())
 
 
 def prepare() -> None:
-    """Compiles, or loads from the cache, what no call has needed yet."""
+    """Compiles for the CPU, or loads from the cache, what no call has needed yet."""
     for name, now in status().items():
-        if now == _LAZY:
-            _load(name)
+        if now == _LAZY["cpu"]:
+            _load("cpu", name)
 
 
 def _reference(name: str) -> Callable[..., Any]:
@@ -82,28 +91,56 @@ def _reference(name: str) -> Callable[..., Any]:
     return call
 
 
-def _lazy(name: str) -> Callable[..., Any]:
+def _lazy(kind: str, name: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        return (_functions.get(name) or _first_call(name))(*arguments)
+        return (_functions.get((kind, name)) or _first_call(kind, name))(*arguments)
 
     return call
 
 
-def _first_call(name: str) -> Callable[..., Any]:
-    _functions[name] = _compiled.get(name) or _load(name)
-    return _functions[name]
+def _first_call(kind: str, name: str) -> Callable[..., Any]:
+    _functions[kind, name] = _compiled.get((kind, name)) or _load(kind, name)
+    return _functions[kind, name]
 
 
-def _load(name: str) -> Callable[..., Any]:
+def _load(kind: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(reference, name)
     try:
-        from . import cpu
+        if kind == "cpu":
+            from . import cpu
 
-        cpu.compile(name)
-        function: Callable[..., Any] = getattr(cpu, name)
-        text = "numba"
-    except Exception as error:  # a missing Numba, or whatever its compiler raises: slower, never fatal
+            cpu.compile(name)
+            function, text = getattr(cpu, name), "numba"
+        else:
+            from . import gpu
+
+            function, text = _or_reference(kind, name, getattr(gpu, name)), "triton"
+            if name not in gpu.SERVED:
+                text = "reference: there is no Triton kernel for it"
+    except Exception as error:  # a missing compiler, or whatever it raises: slower, never fatal
         reason = str(error).strip().partition("\n")[0]
-        function = getattr(reference, name)
         text = f"reference: {type(error).__name__}: {reason}"
-    _compiled[name], _status[name] = function, text
+    _compiled[kind, name], _status[kind, name] = function, text
     return function
+
+
+def _or_reference(kind: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton compiles at a call. If a call fails and the reference succeeds with it, that serves from now on."""
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            found = getattr(reference, name)(*arguments)
+            reason = str(error).strip().partition("\n")[0]
+            _status[kind, name] = f"reference: {type(error).__name__}: {reason}"
+            _functions[kind, name] = getattr(reference, name)
+            warnings.warn(
+                f"lowtide's Triton kernel for {name} failed ({type(error).__name__}: {reason}). Plain torch serves it "
+                "from now on, which gives the same bytes and is very slow on a GPU",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return found
+
+    return call

@@ -38,6 +38,7 @@ __all__ = [
     "quantize_samples",
     "range_energy",
     "rebuild_affine",
+    "require_later",
     "row_bytes",
     "spread_blocks",
     "uncast_groups",
@@ -329,3 +330,8 @@ pack_uints: Callable[[Tensor, int, int], Tensor] = _namespace.pack_uints.default
 unpack_uints: Callable[[Tensor, int, int, int, torch.dtype], Tensor] = _namespace.unpack_uints.default
 pack_taps: Callable[..., tuple[Tensor, Tensor]] = _namespace.pack_taps.default
 unpack_taps: Callable[..., Tensor] = _namespace.unpack_taps.default
+
+
+def require_later(holds: Tensor) -> None:
+    """Lets the device stop with an error unless ``holds``. What must be true is checked, and nobody waits for it."""
+    torch.ops.aten._assert_async.msg(holds, "lowtide: a saved index is outside the range of its operation")

@@ -45,6 +45,7 @@ Numbers written once, used by every backend
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 
@@ -186,12 +187,18 @@ def _between(s: Tensor, levels: Tensor) -> Tensor:
     return total
 
 
+def _over(x: Tensor, number: float) -> Tensor:
+    """``x / number``, rounded once. By a number of the host, CUDA would multiply with its rounded inverse instead."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def _inverse(extent: Tensor, step: Tensor, top: float) -> Tensor:
-    """Of each step, the largest that takes ``extent`` to no more than ``top``."""
+    """Of each step, the largest that takes ``extent`` to no more than ``top``.
+
+    That is the nearest to ``1 / step`` or its neighbour below: a test tries every step and the largest extents.
+    """
     inverse = 1.0 / step
-    while bool((above := extent * inverse > top).any()):
-        inverse = torch.where(above, _from_bits(_bits(inverse) - 1), inverse)
-    return inverse
+    return torch.where(extent * inverse > top, _from_bits(_bits(inverse) - 1), inverse)
 
 
 def _quantize_tile(
@@ -202,7 +209,7 @@ def _quantize_tile(
     low, high = _range(x, keep)
     low_word = _down(low)
     low_kept = _from_bits(low_word << 16)
-    step_word = _up(((high - low_kept) / top).clamp_min(_SMALLEST_STEP))
+    step_word = _up(_over(high - low_kept, top).clamp_min(_SMALLEST_STEP))
     step = _from_bits(step_word << 16)
     constant = low == high
     bad = ~(torch.isfinite(low_kept) & torch.isfinite(step)) & ~(constant & torch.isfinite(low))
@@ -494,7 +501,7 @@ def cast_groups(
         piece = x2[r0:r1, cut].reshape(-1, n).to(torch.float32)
         if scale is None:
             largest = piece.abs().amax(1)
-            word = _up((largest / torch.finfo(dtype).max).clamp_min(_SMALLEST_STEP))
+            word = _up(_over(largest, torch.finfo(dtype).max).clamp_min(_SMALLEST_STEP))
             word = torch.where(largest == 0, _ONE, torch.where(largest.isfinite(), word, _NAN_LOW))
             scales[r0:r1, g0:g1] = _word16(word).view(torch.bfloat16).view(r1 - r0, g1 - g0)
             own = _from_bits(word << 16)[:, None]
@@ -632,9 +639,7 @@ def _means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -
         return low.view(-1)
     x = x.view(outer, s1, s2, s3, inner)
     counts = [
-        torch.full((b,), float(block), device=x.device).index_fill_(
-            0, torch.tensor(b - 1, device=x.device), float(s - (b - 1) * block)
-        )
+        (s - torch.arange(0, b * block, block, device=x.device)).clamp_max_(block).to(torch.float32)
         for s, b in ((s1, b1), (s2, b2), (s3, b3))
     ]
     count = counts[0][:, None, None] * counts[1][None, :, None] * counts[2][None, None, :]
@@ -792,7 +797,7 @@ def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Te
     """
     out = x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
     if x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        low, high = (float(torch.tensor(end, dtype=torch.float32)) for end in (low, high))
+        low, high = ctypes.c_float(low).value, ctypes.c_float(high).value
     for i in range(0, x.numel(), _CHUNK):
         piece = x[i : i + _CHUNK]
         if x.dtype == torch.bool:
@@ -874,7 +879,7 @@ def pack_taps(x: Tensor, starts: Tensor, inner: int, taps: Tensor, size: int, bi
     as 0.
     """
     found = (x.view(-1, starts.numel(), inner) - starts[:, None]).view(-1)
-    tap = torch.searchsorted(taps, found.clamp(0, int(taps[-1])))
+    tap = torch.searchsorted(taps, torch.minimum(found.clamp_min(0), taps[-1]))
     none = (taps[tap] != found) | (x < 0) | (x >= size)
     return pack_uints(tap.masked_fill_(none, 0), 0, bits), none.sum()
 

@@ -28,6 +28,7 @@ from ..kernels import ops
 from ..policy.use import least_bits
 from .ledger import SHAPE_ONLY, Entry
 from .offload import fetch
+from .streams import stream_of
 
 SIGN = Mask()  # what backward reads of a rectified tensor
 
@@ -72,13 +73,14 @@ class Handle:
 
     __slots__ = (
         *("__weakref__", "above", "base", "consumers", "decoded", "identity", "is_source", "noise", "numel", "origin"),
-        *("encoded", "pinned", "raw", "readers", "entry", "version"),
+        *("encoded", "pinned", "raw", "readers", "entry", "stream", "version"),
     )
 
     def __init__(
         self, raw: Tensor, identity: int, base: TensorMeta | None, numel: int, noise: int, entry: Entry
     ) -> None:
         self.raw: Tensor | None = raw
+        self.stream = stream_of(raw)
         self.identity = identity
         self.version = capture.version_of(raw)
         self.numel = numel

@@ -48,6 +48,7 @@ from .noise import forward_noise
 from .packing import Packer
 from .recomputing import Recomputed
 from .replay import Sketch, gradients
+from .streams import on_stream, refuse_graph_capture
 from .watching import watch
 
 _RECENT = 12
@@ -120,6 +121,7 @@ class Session:
         self._close()
 
     def _open(self) -> None:
+        refuse_graph_capture()
         if not self._abilities.slots:
             warnings.warn(
                 f"lowtide cannot reach saved tensors in torch {torch.__version__}; nothing is compressed",
@@ -498,7 +500,7 @@ class Session:
         """Encode a storage that nobody changed since it was saved; if somebody did, reading it will complain."""
         raw = handle.raw
         if raw is not None and capture.version_of(raw) == handle.version:
-            with capture.beside_selective():
+            with on_stream(raw, handle.stream), capture.beside_selective():
                 self._packer.seal(handle, raw)
 
     # ------------------------------------------------------------ backward

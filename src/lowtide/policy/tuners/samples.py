@@ -124,7 +124,8 @@ class SampleTuner(Tuner):
                 self._left.update(use.sites)
                 return base
             row = row_of("sample", layout, meta.numel)
-            energy: Tensor = ops.range_energy(flat, row, self.group, use.rectified)
+            # The host needs the bits to know how many bytes there will be. So it reads once, and goes on by itself.
+            energy: Tensor = ops.range_energy(flat, row, self.group, use.rectified).cpu()
             if use.need is Need.LINEAR:
                 self._last = self._remember(use, energy, row)
             floors = [use.least_bits] * energy.numel()

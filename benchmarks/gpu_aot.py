@@ -1,0 +1,354 @@
+"""Compiles the GPU kernels for five architectures, without a GPU, and looks at the machine code.
+
+Each row is one launch of one operator with the numbers of a real layer: the operator runs on the host side only, its
+launches are written down, and each is compiled as Triton would compile it there. Registers, spills and shared memory
+are read from the binaries. ``instructions`` are those of a thread over the values that it works on, without those that
+handle a division's rare cases; loops count once. ``bytes`` are all bytes of the tensors of the launch over the values
+of the operator. The float instructions are held against what bit-equality allows: no fused multiply-add but inside a
+division, nothing flushed to zero, nothing approximate.
+
+    python benchmarks/gpu_aot.py --out benchmarks/results/gpu_aot.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lowtide.kernels import gpu, programs, reference
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.float64: "*fp64",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+}
+FIELDS = ["case", "launch", "target", "registers", "spills", "shared", "instructions", "bytes", "faults"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+class Launches:
+    """Stands in for a kernel and writes down what it is launched with."""
+
+    def __init__(self, kernel: Any, found: list[tuple[Any, dict[str, Any]]]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def call(*values: Any, **named: Any) -> None:
+            self.found.append((self.kernel, dict(zip(self.kernel.arg_names, values, strict=False)) | named))
+
+        return call
+
+
+def recorded(call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """The launches of an operator."""
+    found: list[tuple[Any, dict[str, Any]]] = []
+    kernels = {name: value for name, value in vars(programs).items() if hasattr(value, "arg_names")}
+    try:
+        for name, kernel in kernels.items():
+            setattr(programs, name, Launches(kernel, found))
+        call()
+    finally:
+        for name, kernel in kernels.items():
+            setattr(programs, name, kernel)
+    return found
+
+
+def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
+    """Name, values, and a call of an operator, with the sizes of layers of ResNet-50 and of a transformer."""
+    maps, last = (8 * 64, 1, 56, 56, 1), (8, 1, 56, 56, 64)
+    numel = math.prod(maps)
+    mask, levels = torch.zeros(numel // 8, dtype=torch.uint8), torch.arange(4.0)
+    sample = numel // 8
+
+    def packed(bits: int, row: int = sample, n: int = numel) -> tuple[Tensor, Tensor]:
+        size = n // row * reference.row_bytes(row, 256, bits)
+        words = n // row * reference.groups_in_row(row, 256) * 2
+        return torch.empty(size, dtype=torch.uint8), torch.empty(words, dtype=torch.int16)
+
+    for name, dtype in DTYPES.items():
+        x = torch.empty(numel, dtype=dtype)
+        for bits in {"float32": (2, 4), "bfloat16": (1, 2, 3, 4, 8), "float16": (2,)}[name]:
+            yield (
+                f"quantize_groups {bits} bits {name}",
+                numel,
+                lambda x=x, bits=bits: gpu.quantize_groups(x, sample, 256, bits, 5, False),
+            )
+            for key in (None, 5) if name == "bfloat16" else (None,):
+                extra = " dithered" if key else ""
+                yield (
+                    f"dequantize_groups {bits} bits {name}{extra}",
+                    numel,
+                    lambda bits=bits, dtype=dtype, key=key: gpu.dequantize_groups(
+                        *packed(bits), numel, sample, 256, bits, dtype, None, None, key
+                    ),
+                )
+        for bits in (2,):
+            yield (
+                f"quantize_groups {bits} bits {name} rectified, mask",
+                numel,
+                lambda x=x, bits=bits: gpu.quantize_groups(x, sample, 256, bits, 5, True, None, mask),
+            )
+            yield (
+                f"dequantize_groups {bits} bits {name} support",
+                numel,
+                lambda bits=bits, dtype=dtype: gpu.dequantize_groups(
+                    *packed(bits), numel, sample, 256, bits, dtype, mask
+                ),
+            )
+        for geometry, place in ((maps, "NCHW"), (last, "NHWC")) if name != "float16" else ():
+            for support in (None, mask) if place == "NCHW" else (mask,):
+                extra = " rectified, mask" if support is not None else ""
+                yield (
+                    f"quantize_blocks 2 bits {name} {place}{extra}",
+                    numel,
+                    lambda x=x, g=geometry, s=support: gpu.quantize_blocks(
+                        x, g, 8, sample, 256, 2, 5, s is not None, None, s
+                    ),
+                )
+                low = torch.empty(math.prod(reference.low_shape(geometry, 8)), dtype=torch.bfloat16)
+                yield (
+                    f"dequantize_blocks 2 bits {name} {place}{extra}",
+                    numel,
+                    lambda g=geometry, s=support, low=low, d=dtype: gpu.dequantize_blocks(
+                        low, *packed(2), g, 8, sample, 256, 2, d, s
+                    ),
+                )
+        for geometry in ((8 * 3136, 64, 1), (8, 4096, 49), (8, 1024, 196)):
+            if name != "bfloat16":
+                continue
+            n = math.prod(geometry)
+            source = torch.empty(n, dtype=dtype)
+            for bits in (3,):
+                sizes = reference.channel_sizes(geometry, 256, bits)
+                parts = torch.empty(sizes[1], dtype=torch.uint8), torch.empty(2 * sizes[0], dtype=torch.int16)
+                yield (
+                    f"quantize_channels {bits} bits {name} inner {geometry[2]}",
+                    n,
+                    lambda s=source, g=geometry, b=bits: gpu.quantize_channels(s, g, 256, b, 5, False),
+                )
+                yield (
+                    f"dequantize_channels {bits} bits {name} inner {geometry[2]} dithered",
+                    n,
+                    lambda p=parts, g=geometry, b=bits, d=dtype: gpu.dequantize_channels(
+                        *p, g, 256, b, d, None, None, 5
+                    ),
+                )
+        yield (
+            f"rebuild_affine {name} sum, mask",
+            numel,
+            lambda x=x: gpu.rebuild_affine(x, (8, 64, 3136), torch.ones(64), torch.ones(64), x, mask),
+        )
+        yield f"pack_band {name}", numel, lambda x=x: gpu.pack_band(x, 0.0, math.inf, False, True)
+        yield f"unpack_band {name}", numel, lambda dtype=dtype: gpu.unpack_band(mask, numel, dtype, 1.0, 0.0)
+        yield f"range_energy {name}", numel, lambda x=x: gpu.range_energy(x, sample, 256, False)
+    x = torch.empty(numel)
+    widths = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.uint8)
+    total = sum(reference.row_bytes(sample, 256, bits) for bits in range(1, 9))
+    codes, side = torch.empty(total, dtype=torch.uint8), packed(2)[1]
+    yield "quantize_samples float32", numel, lambda: gpu.quantize_samples(x, widths, 256, 5, False)
+    yield (
+        "dequantize_samples float32",
+        numel,
+        lambda: gpu.dequantize_samples(codes, side, widths, numel, 256, torch.float32, None),
+    )
+    yield (
+        "quantize_groups 2 bits float32 levels",
+        numel,
+        lambda: gpu.quantize_groups(x, sample, 256, 2, 5, False, levels),
+    )
+    yield (
+        "dequantize_groups 2 bits float32 levels",
+        numel,
+        lambda: gpu.dequantize_groups(*packed(2), numel, sample, 256, 2, torch.float32, None, levels),
+    )
+    yield (
+        "dequantize_affine 3 bits sum, mask",
+        numel,
+        lambda: gpu.dequantize_affine(
+            *packed(3, 3136), (8, 64, 3136), 256, 3, mask, 5, torch.ones(64), torch.ones(64), x, mask
+        ),
+    )
+    yield "block_means float32", numel, lambda: gpu.block_means(x, maps, 8, torch.float32)
+    deep = (8 * 8, 16, 28, 56, 1)
+    yield "block_means float32 3-D", numel, lambda: gpu.block_means(x, deep, 8, torch.float32)
+    low = torch.empty(math.prod(reference.low_shape(maps, 8)))
+    yield "spread_blocks float32", numel, lambda: gpu.spread_blocks(low, maps, 8, torch.float32)
+    yield "pack_band bool", numel, lambda: gpu.pack_band(torch.empty(numel, dtype=torch.bool), 0.0, 1.0, False, False)
+    indices = torch.empty(8 * 64 * 56 * 56, dtype=torch.int64)
+    starts, taps = torch.zeros(3136, dtype=torch.int64), torch.arange(9)
+    yield "pack_taps 4 bits", numel, lambda: gpu.pack_taps(indices, starts, 1, taps, 12544, 4)
+    small = torch.empty(numel // 2, dtype=torch.uint8)
+    yield "unpack_taps 4 bits", numel, lambda: gpu.unpack_taps(small, numel, starts, 1, taps, 4)
+    yield "pack_uints 4 bits", numel, lambda: gpu.pack_uints(indices, 0, 4)
+    yield "unpack_uints 4 bits", numel, lambda: gpu.unpack_uints(small, numel, 4, 0, torch.int64)
+
+
+def compiled(kernel: Any, given: dict[str, Any], target: GPUTarget) -> Any:
+    """The kernel as Triton specialises it for these arguments."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for i, parameter in enumerate(kernel.params):
+        name, value = parameter.name, given[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[name], constants[(i,)] = "constexpr", 1
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {key: value for key, value in given.items() if key not in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+# What a float instruction of PTX may be. Conversions are exact, or to float16 as IEEE 754 rounds them; an x2
+# is two operations, and a float16 that is added to a float32 is widened exactly.
+ALLOWED = re.compile(
+    r"(add|sub|mul|div)(\.rn)?\.f32|(add|sub|mul)\.rn\.f32x2|(add|sub)\.rn\.f32\.f16|(neg|abs|min|max)\.f32|setp\.[a-z]+(\.and|\.or)?\.f(16|32)|selp\.f32|mov\.f32"
+    r"|cvt\.f32\.f16|cvt\.rn\.f16(x2)?\.f32|cvt\.rn\.f32\.[us](8|16|32)|(ld|st)\.[a-z0-9_.:]*f32"
+)
+
+
+def nvidia(binary: Any, arch: str) -> tuple[int, int, int, list[str]]:
+    """Registers, bytes spilled, instructions, and what must not be there."""
+    ptx = binary.asm["ptx"]
+    used = re.findall(
+        r"^\s*(?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*\.(?:f16|f32|f64|bf16|f16x2|bf16x2)[a-z0-9_.]*)\s", ptx, re.M
+    )
+    faults = [op for op in sorted(set(used)) if not ALLOWED.fullmatch(op)]
+    faults += [word for word in (".ftz", "fma.", ".approx", "div.full") if word in ptx]
+    divisions = len(re.findall(r"\bdiv\.rn\.f32", ptx))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        run = [TOOLS / "cuobjdump", "--dump-resource-usage", "-sass", file.name]
+        text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert usage is not None
+    lines = [
+        (int(at, 16), op) for at, op in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text)
+    ]
+    calls = [int(at, 16) for at in re.findall(r"CALL\.REL\.NOINC (0x[0-9a-f]+)", text)]
+    end = min(calls, default=1 << 62)  # behind it lie the rare cases of divisions, which flush nothing that counts
+    body = [op.split()[0] for at, op in lines if at < end]
+    kinds = Counter(op.split(".")[0] for op in body)
+    fused = kinds["FFMA"] + kinds["FFMA2"]
+    if fused > 6 * divisions:
+        faults.append(f"{fused} FFMA with {divisions} divisions")
+    if any(".FTZ" in op for op in body if op.startswith("F") and not op.startswith("F2I")):  # F2I divides integers
+        faults.append(".FTZ")
+    return int(usage[1]), int(usage[2]) + int(usage[3]), len(body) - kinds["NOP"] - kinds["BRA"], faults
+
+
+def amd(binary: Any) -> tuple[int, int, int, list[str]]:
+    """Registers, bytes spilled, instructions, and what must not be there."""
+    text = binary.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        found = re.search(name + r":?\s+(\d+)", text)
+        assert found is not None, name
+        return int(found[1])
+
+    ops = Counter(re.findall(r"^\s+((?:v|s|ds|global|buffer|flat)_[a-z0-9_]+)", text, re.M))
+    fused = sum(n for op, n in ops.items() if re.match(r"v_(pk_)?(fma|fmac|mad|mac)_f", op))
+    divisions = sum(n for op, n in ops.items() if op.startswith("v_div_fixup_f32"))
+    faults = []
+    if fused > 6 * divisions:
+        faults.append(f"{fused} fused with {divisions} divisions")
+    if number(r"\.amdhsa_float_denorm_mode_32") != 3:
+        faults.append("denormals are flushed")
+    spilled = number(r"\.vgpr_spill_count") + number(r"\.sgpr_spill_count") + number("ScratchSize")
+    return number(r"\.vgpr_count"), spilled, sum(ops.values()), faults
+
+
+def row(case: str, numel: int, kernel: Any, given: dict[str, Any], arch: str) -> dict[str, Any]:
+    target = TARGETS[arch]
+    binary = compiled(kernel, given, target)
+    registers, spills, instructions, faults = nvidia(binary, arch) if target.backend == "cuda" else amd(binary)
+    if "LANE" in given or "GROUPS" in given:
+        values = given["GROUPS"] * given["n"]
+    elif kernel.fn.__name__ == "means":
+        values = given["SIZE"] * given["BLOCK"] ** (3 if given["DEEP"] else 2)
+    elif kernel.fn.__name__ == "row_sums":
+        values = given["SIZE"]
+    else:
+        per = 8 // given["BITS"] if kernel.fn.__name__ in ("pack_uints", "pack_taps") else 1
+        values = given["SIZE"] * (8 if kernel.fn.__name__ == "pack_band" else per)
+    threads = given.get("num_warps", 4) * target.warp_size
+    tensors = {t.data_ptr(): t.nbytes for t in given.values() if isinstance(t, Tensor)}
+    written_too = given["x_ptr"].nbytes if kernel.fn.__name__ == "affine" else 0
+    return {
+        "case": case,
+        "launch": kernel.fn.__name__,
+        "target": arch,
+        "registers": registers,
+        "spills": spills,
+        "shared": binary.metadata.shared,
+        "instructions": round(instructions * threads / values, 1),
+        "bytes": round((sum(tensors.values()) + written_too) / numel, 3),
+        "faults": "; ".join(faults),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a CSV file; printed otherwise")
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--only", default="", help="a regular expression for the names of cases")
+    given = parser.parse_args()
+    rows = []
+    with given.out.open("w", newline="") if given.out else nullcontext(sys.stdout) as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for arch in given.targets:
+            for case, numel, call in cases():
+                for number, (kernel, values) in enumerate(recorded(call) if re.search(given.only, case) else ()):
+                    name = case if number == 0 else f"{case} +{number}"
+                    rows.append(row(name, numel, kernel, values, arch))
+                    writer.writerow(rows[-1])
+                    file.flush()
+    bad = [r for r in rows if r["faults"] or r["spills"]]
+    for r in bad:
+        print("not allowed:", *r.values())
+    largest = max((r["registers"] for r in rows), default=0)
+    print(f"{len(rows)} programs, {len(bad)} with spills or faults; {largest} registers at most")
+    return bool(bad or not rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,772 @@
+"""Launches the Triton kernels of ``programs``, and serves them as operators on GPUs.
+
+Imported on the first call of an operator with a tensor of a GPU. No function here waits for the device, but those for
+samples whose bits lie there: the size of their codes is data.
+
+A launch goes to the device of the tensor and to the stream that is current there, also in the thread of autograd. What
+a kernel does not know (other types, groups of more than ``LARGEST`` values) is left to the reference and noted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import programs, reference
+from .backends import note_fallback
+from .reference import channel_sizes, channel_step, group_bytes, groups_in_row, low_shape, row_bytes
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SERVED = frozenset(
+    f"{verb}_{noun}"
+    for verbs, nouns in (
+        ("quantize dequantize", "groups blocks channels samples"),
+        ("pack unpack", "band uints taps"),
+        ("dequantize rebuild", "affine"),
+    )
+    for verb in verbs.split()
+    for noun in nouns.split()
+) | {"range_energy", "block_means", "spread_blocks"}
+"""The operators that have kernels here."""
+
+LARGEST = 1 << 14  # values of a group: more do not fit the registers of one program
+_TILE = 1024  # lanes of a program, of four values each
+_SIZE = 1024  # values of a program that knows no groups
+_MANY = (1 << 31) - 1 - LARGEST  # what 32-bit numbers inside a row, and programs of a launch, can count
+_NO_FRAME = (0,) * 16
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Products and sums are rounded by themselves, as in the reference.
+_OPTIONS = {"enable_fp_fusion": False}
+
+
+def _guard(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    device = getattr(torch.get_device_module(tensor.device), "device", None)
+    return nullcontext() if device is None else device(tensor.device)
+
+
+def _refer(name: str, *arguments: Any) -> Any:
+    note_fallback(name, arguments[0].device.type)
+    return getattr(reference, name)(*arguments)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """bfloat16 as integers: the kernels convert it themselves."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _word(value: int) -> int:
+    """32 bits as a number that Triton types as int32."""
+    value &= 0xFFFFFFFF
+    return value - 2**32 if value >= 2**31 else value
+
+
+@lru_cache
+def magic(divisor: int) -> tuple[int, int]:
+    """``n // divisor == (n * m >> 32) >> s`` for 0 <= n < 2**31; (0, 0) for a divisor of 1."""
+    if divisor == 1:
+        return 0, 0
+    shift = (divisor - 1).bit_length() - 1
+    return _word(-(-(1 << (32 + shift)) // divisor)), shift
+
+
+def _tile(n: int) -> tuple[int, int, int]:
+    """Groups of a program, its lanes, and its warps."""
+    lane = max(8, 1 << (-(-n // 4) - 1).bit_length())
+    lanes = _TILE if n == 4 * lane else _TILE // 2  # other lengths need more registers for each value
+    return max(1, lanes // lane), lane, 4 * max(1, lane // _TILE)
+
+
+def _is(tensor: Tensor, dtype: torch.dtype, numel: int) -> bool:
+    return tensor.dtype == dtype and tensor.numel() == numel and tensor.is_contiguous()
+
+
+def _table(levels: Tensor | None) -> Tensor | None:
+    """The levels, then the inverse of the distance from each to the next."""
+    return None if levels is None else torch.cat([levels, 1.0 / (levels[1:] - levels[:-1])])
+
+
+def _levels_fit(levels: Tensor | None, bits: int) -> bool:
+    return levels is None or (bits <= 4 and _is(levels, torch.float32, 2**bits))
+
+
+def _groups_fit(numel: int, row: int, group: int, bits: int) -> bool:
+    return (
+        numel > 0
+        and row > 0
+        and numel % row == 0
+        and row <= _MANY
+        and group > 0
+        and min(row, group) <= LARGEST
+        and 0 <= bits <= 8
+        and numel // row * groups_in_row(row, group) <= _MANY
+    )
+
+
+def _packed_fit(codes: Tensor, side: Tensor, support: Tensor | None, numel: int, sizes: tuple[int, int]) -> bool:
+    """Whether codes, side words (given by their number of groups) and support are what a kernel may read."""
+    return (
+        _is(codes, torch.uint8, sizes[1])
+        and _is(side, torch.int16, 2 * sizes[0])
+        and (support is None or _is(support, torch.uint8, -(-numel // 8)))
+    )
+
+
+def _support_fits(support: Tensor | None, positive: bool, numel: int) -> bool:
+    return support is None or (positive and _is(support, torch.uint8, -(-numel // 8)))
+
+
+def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int]:
+    return numel // row * groups_in_row(row, group), numel // row * row_bytes(row, group, bits)
+
+
+class _Groups:
+    """Which groups a kernel is launched for: rows of any kind, or blocks by channels."""
+
+    def __init__(self, numel: int, row: int, group: int, bits: int, geometry: Sequence[int] | None = None) -> None:
+        self.numel, self.bits = numel, bits
+        self.channels, self.inner, self.step, self.one = 1, 1, 1, False
+        if geometry is None:
+            self.row, self.group = row, min(row, group)
+            self.layout = int(row % self.group != 0)
+        else:
+            outer, self.channels, self.inner = geometry
+            self.step = min(channel_step(self.inner, group), outer)
+            self.row, self.group, self.outer = self.channels * self.inner, self.step * self.inner, outer
+            self.layout, self.one = 2, self.inner == 1
+
+    def launches(self) -> list[tuple[tuple[int, int], int, dict[str, int]]]:
+        """Grid, values of a group, and the numbers that say where groups are; groups of one length at a time."""
+        found = []
+        if self.layout == 2:
+            full, rest = divmod(self.outer, self.step)
+            size = group_bytes(self.group, self.bits)
+            for first, blocks, step in ((0, full, self.step), (full, int(rest > 0), rest)):
+                if blocks:
+                    n = step * self.inner
+                    numbers = {"first": first, "full_bytes": group_bytes(n, self.bits), "n": n}
+                    numbers["byte0"] = first * self.channels * size
+                    tile = _tile(n)[0]
+                    found.append(((blocks, -(-self.channels // tile)), n, numbers))
+            shared = {"count": 0, "per": 1, "row": self.row, "group": self.group, "per_row": 1, "row_bytes": 0}
+            shared["step"] = self.step
+        else:
+            rows, (full, rest) = self.numel // self.row, divmod(self.row, self.group)
+            for first, per, n in ((0, full, self.group), (full, int(rest > 0), rest)):
+                if per:
+                    numbers = {"count": rows * per, "per": per, "first": first, "n": n, "byte0": 0}
+                    found.append(((-(-rows * per // _tile(n)[0]), 1), n, numbers))
+            shared = {"row": self.row, "group": self.group, "per_row": groups_in_row(self.row, self.group), "step": 1}
+            shared["row_bytes"] = row_bytes(self.row, self.group, self.bits) if self.bits else 0
+            shared["full_bytes"] = group_bytes(self.group, self.bits) if self.bits else 0
+        shared |= {"channels": self.channels, "inner": self.inner}
+        return [(grid, n, {**shared, **numbers}) for grid, n, numbers in found]
+
+    def markable(self) -> bool:
+        """Whether every group begins on a byte of a mask, and its lanes are whole bytes of it."""
+        return self.layout == 0 and self.group == 4 * _tile(self.group)[1]
+
+
+class _Means:
+    """Block means of a tensor, as kernels for groups read them."""
+
+    def __init__(self, low: Tensor, geometry: Sequence[int], block: int, row: int) -> None:
+        self.low, self.block = _raw(low), block
+        self.frame, self.flat, self.deep = _frame(tuple(geometry), block, row)
+
+
+@lru_cache
+def _frame(geometry: tuple[int, ...], block: int, row: int) -> tuple[tuple[int, ...], bool, bool]:
+    """Divisors that lead from a place in a row to its block: see ``programs._mean_at``."""
+    _, s1, s2, s3, inner = geometry
+    _, b1, b2, b3, _ = low_shape(geometry, block)
+    means = row // (s1 * s2 * s3 * inner) * (b1 * b2 * b3 * inner)
+    numbers = (means, *magic(inner), inner, *magic(s3), s3, *magic(s2), s2, *magic(s1), s1, b1, b2, b3)
+    return numbers, inner == 1, s1 != 1
+
+
+def _blocks_fit(numel: int, geometry: Sequence[int], row: int) -> bool:
+    return numel > 0 and math.prod(geometry) == numel and row > 0 and row % math.prod(geometry[1:]) == 0
+
+
+def _named(frame: tuple[int, ...]) -> dict[str, int]:
+    return {f"f{i}": number for i, number in enumerate(frame)}
+
+
+def _quantize(
+    x: Tensor,
+    groups: _Groups,
+    sizes: tuple[int, int],
+    key: int,
+    positive: bool,
+    levels: Tensor | None,
+    support: Tensor | None,
+    means: _Means | None = None,
+    widths: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(sizes[1], dtype=torch.uint8, device=x.device)
+    side = torch.empty(2 * sizes[0], dtype=torch.int16, device=x.device)
+    table, marked = _table(levels), support is not None and groups.markable()
+    for grid, n, numbers in groups.launches():
+        tile, lane, warps = _tile(n)
+        programs.quantize[grid](
+            x_ptr=_raw(x), codes_ptr=codes, side_ptr=side.view(torch.int32), mask_ptr=support if marked else None,
+            low_ptr=None if means is None else means.low, levels_ptr=table, widths_ptr=widths, starts_ptr=starts,
+            key_low=_word(key), key_high=_word(key >> 32), **numbers, **_named(means.frame if means else _NO_FRAME),
+            KIND=KINDS[x.dtype], BITS=groups.bits, POSITIVE=positive, MASK=marked,
+            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout, ONE=groups.one,
+            BLOCK=means.block if means else 0, FLAT=means is not None and means.flat,
+            DEEP=means is not None and means.deep, EVEN=n == 4 * lane, QUAD=n % 4 == 0, GROUPS=tile, LANE=lane,
+            num_warps=warps, **_OPTIONS,
+        )  # fmt: skip
+    if support is not None and not marked:
+        support.copy_(pack_band(x, 0.0, math.inf, False, True).view_as(support))
+    return codes, side
+
+
+def _dequantize(
+    codes: Tensor,
+    side: Tensor,
+    groups: _Groups,
+    dtype: torch.dtype,
+    support: Tensor | None,
+    levels: Tensor | None,
+    key: int | None,
+    means: _Means | None = None,
+    widths: Tensor | None = None,
+    starts: Tensor | None = None,
+    affine: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None,
+) -> Tensor:
+    out = torch.empty(groups.numel, dtype=dtype, device=codes.device)
+    scale, shift, other, mask = affine or (None, None, None, None)
+    for grid, n, numbers in groups.launches():
+        tile, lane, warps = _tile(n)
+        programs.dequantize[grid](
+            out_ptr=_raw(out), codes_ptr=codes, side_ptr=side.view(torch.int32), support_ptr=support,
+            low_ptr=None if means is None else means.low, levels_ptr=levels, widths_ptr=widths, starts_ptr=starts,
+            scale_ptr=scale, shift_ptr=shift, other_ptr=other, mask_ptr=mask,
+            key_low=_word(key or 0), key_high=_word((key or 0) >> 32), **numbers,
+            **_named(means.frame if means else _NO_FRAME),
+            KIND=KINDS[dtype], BITS=groups.bits, SUPPORT=support is not None, DITHER=key is not None,
+            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout, ONE=groups.one,
+            BLOCK=means.block if means else 0, FLAT=means is not None and means.flat,
+            DEEP=means is not None and means.deep, AFFINE=affine is not None, OTHER=other is not None,
+            MASK=mask is not None, EVEN=n == 4 * lane, GROUPS=tile, LANE=lane, num_warps=warps, **_OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- operators
+
+
+def quantize_groups(
+    x: Tensor,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
+    support: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    numel = x.numel()
+    if (
+        x.dtype not in KINDS
+        or not x.is_contiguous()
+        or not _groups_fit(numel, row, group, bits)
+        or bits < 1
+        or not _levels_fit(levels, bits)
+        or not _support_fits(support, positive, numel)
+    ):
+        found: tuple[Tensor, Tensor] = _refer("quantize_groups", x, row, group, bits, key, positive, levels, support)
+        return found
+    with _guard(x):
+        groups, sizes = _Groups(numel, row, group, bits), _sizes(numel, row, group, bits)
+        return _quantize(x, groups, sizes, key, positive, levels, support)
+
+
+def dequantize_groups(
+    codes: Tensor,
+    side: Tensor,
+    numel: int,
+    row: int,
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+    levels: Tensor | None = None,
+    key: int | None = None,
+) -> Tensor:
+    """See the reference."""
+    if (
+        dtype not in KINDS
+        or not _groups_fit(numel, row, group, bits)
+        or bits < 1
+        or not _packed_fit(codes, side, support, numel, _sizes(numel, row, group, bits))
+        or not _levels_fit(levels, bits)
+        or (levels is not None and key is not None)
+    ):
+        given = (codes, side, numel, row, group, bits, dtype, support, levels, key)
+        found: Tensor = _refer("dequantize_groups", *given)
+        return found
+    with _guard(codes):
+        return _dequantize(codes, side, _Groups(numel, row, group, bits), dtype, support, levels, key)
+
+
+def quantize_blocks(
+    x: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
+    support: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the reference. Means are made first, in a pass of their own."""
+    numel = x.numel()
+    if (
+        x.dtype not in KINDS
+        or not x.is_contiguous()
+        or not _blocks_fit(numel, geometry, row)
+        or not _groups_fit(numel, row, group, bits)
+        or bits < 1
+        or not _levels_fit(levels, bits)
+        or not _support_fits(support, positive, numel)
+    ):
+        given = (x, geometry, block, row, group, bits, key, positive, levels, support)
+        found: tuple[Tensor, Tensor, Tensor] = _refer("quantize_blocks", *given)
+        return found
+    with _guard(x):
+        low = _means_of(x, geometry, block, torch.bfloat16, nan=False)
+        groups, sizes = _Groups(numel, row, group, bits), _sizes(numel, row, group, bits)
+        means = _Means(low, geometry, block, row)
+        return low, *_quantize(x, groups, sizes, key, positive, levels, support, means)
+
+
+def dequantize_blocks(
+    low: Tensor,
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+    levels: Tensor | None = None,
+    key: int | None = None,
+) -> Tensor:
+    """See the reference."""
+    numel = math.prod(geometry)
+    if (
+        dtype not in KINDS
+        or not _blocks_fit(numel, geometry, row)
+        or not _groups_fit(numel, row, group, bits)
+        or bits < 1
+        or not _is(low, torch.bfloat16, math.prod(low_shape(geometry, block)))
+        or not _packed_fit(codes, side, support, numel, _sizes(numel, row, group, bits))
+        or not _levels_fit(levels, bits)
+        or (levels is not None and key is not None)
+    ):
+        given = (low, codes, side, geometry, block, row, group, bits, dtype, support, levels, key)
+        found: Tensor = _refer("dequantize_blocks", *given)
+        return found
+    with _guard(codes):
+        groups, means = _Groups(numel, row, group, bits), _Means(low, geometry, block, row)
+        return _dequantize(codes, side, groups, dtype, support, levels, key, means)
+
+
+def _channels_fit(numel: int, geometry: Sequence[int], group: int, bits: int) -> bool:
+    outer, channels, inner = geometry
+    step = channel_step(inner, group) if inner and group > 0 else 0
+    return (
+        numel > 0
+        and outer * channels * inner == numel
+        and 0 < step * inner <= LARGEST
+        and 1 <= bits <= 8
+        and -(-channels // _tile(step * inner)[0]) < 1 << 16
+        and channel_sizes(geometry, group, bits)[0] <= _MANY
+    )
+
+
+def quantize_channels(
+    x: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None = None,
+    support: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    numel = x.numel()
+    if numel and math.prod(geometry) == numel and channel_step(geometry[2], group) == 1:
+        return quantize_groups(x, geometry[2], group, bits, key, positive, levels, support)
+    if (
+        x.dtype not in KINDS
+        or not x.is_contiguous()
+        or not _channels_fit(numel, geometry, group, bits)
+        or not _levels_fit(levels, bits)
+        or not _support_fits(support, positive, numel)
+    ):
+        given = (x, geometry, group, bits, key, positive, levels, support)
+        found: tuple[Tensor, Tensor] = _refer("quantize_channels", *given)
+        return found
+    with _guard(x):
+        groups = _Groups(numel, 0, group, bits, geometry)
+        return _quantize(x, groups, channel_sizes(geometry, group, bits), key, positive, levels, support)
+
+
+def dequantize_channels(
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    dtype: torch.dtype,
+    support: Tensor | None,
+    levels: Tensor | None = None,
+    key: int | None = None,
+) -> Tensor:
+    """See the reference."""
+    numel = math.prod(geometry)
+    if numel and channel_step(geometry[2], group) == 1:
+        return dequantize_groups(codes, side, numel, geometry[2], group, bits, dtype, support, levels, key)
+    if (
+        dtype not in KINDS
+        or not _channels_fit(numel, geometry, group, bits)
+        or not _packed_fit(codes, side, support, numel, channel_sizes(geometry, group, bits))
+        or not _levels_fit(levels, bits)
+        or (levels is not None and key is not None)
+    ):
+        given = (codes, side, geometry, group, bits, dtype, support, levels, key)
+        found: Tensor = _refer("dequantize_channels", *given)
+        return found
+    with _guard(codes):
+        return _dequantize(codes, side, _Groups(numel, 0, group, bits, geometry), dtype, support, levels, key)
+
+
+def dequantize_affine(
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    group: int,
+    bits: int,
+    support: Tensor | None,
+    key: int | None,
+    scale: Tensor,
+    shift: Tensor,
+    other: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """See the reference."""
+    numel = math.prod(geometry)
+    rows = numel > 0 and group > 0 and channel_step(geometry[2], group) == 1
+    fits = _groups_fit(numel, geometry[2], group, bits) if rows else _channels_fit(numel, geometry, group, bits)
+    if (
+        not fits
+        or bits < 1
+        or not _packed_fit(codes, side, support, numel, channel_sizes(geometry, group, bits))
+        or not _is(scale, torch.float32, geometry[1])
+        or not _is(shift, torch.float32, geometry[1])
+        or (other is not None and not _is(other, torch.float32, numel))
+        or (mask is not None and not _is(mask, torch.uint8, -(-numel // 8)))
+    ):
+        given = (codes, side, geometry, group, bits, support, key, scale, shift, other, mask)
+        found: Tensor = _refer("dequantize_affine", *given)
+        return found
+    groups = _Groups(numel, geometry[2], group, bits, None if rows else geometry)
+    groups.channels = geometry[1]
+    with _guard(codes):
+        affine = (scale, shift, other, mask)
+        return _dequantize(codes, side, groups, torch.float32, support, None, key, affine=affine)
+
+
+def _samples(numel: int, bits: Tensor, group: int) -> tuple[list[int], int] | None:
+    """The bits of each sample and its values, or None if they do not fit. Waits for bits that lie on the device."""
+    if bits.dtype != torch.uint8 or bits.dim() != 1 or not bits.numel() or numel % bits.numel() or not numel:
+        return None
+    widths: list[int] = bits.tolist()
+    row = numel // len(widths)
+    return (widths, row) if all(1 <= b <= 8 for b in widths) and _groups_fit(numel, row, group, 0) else None
+
+
+def _starts(widths: list[int], row: int, group: int, like: Tensor) -> tuple[Tensor, Tensor, int]:
+    """On the device: the bits of each sample, and where its codes begin; and the bytes of all codes."""
+    sizes = [row_bytes(row, group, width) for width in widths]
+    *starts, total = accumulate(sizes, initial=0)
+    device, later = like.device, like.device.type != "cpu"
+    tensors = (torch.tensor(widths, dtype=torch.uint8), torch.tensor(starts, dtype=torch.int64))
+    return (*(tensor.to(device, non_blocking=later) for tensor in tensors), total)  # type: ignore[return-value]
+
+
+def quantize_samples(
+    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, support: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    numel, samples = x.numel(), _samples(x.numel(), bits, group)
+    if samples is None or x.dtype not in KINDS or not x.is_contiguous() or not _support_fits(support, positive, numel):
+        found: tuple[Tensor, Tensor] = _refer("quantize_samples", x, bits, group, key, positive, support)
+        return found
+    with _guard(x):
+        widths, row = samples
+        own, starts, total = _starts(widths, row, group, x)
+        sizes = (len(widths) * groups_in_row(row, group), total)
+        groups = _Groups(numel, row, group, 0)
+        return _quantize(x, groups, sizes, key, positive, None, support, widths=own, starts=starts)
+
+
+def dequantize_samples(
+    codes: Tensor, side: Tensor, bits: Tensor, numel: int, group: int, dtype: torch.dtype, support: Tensor | None
+) -> Tensor:
+    """See the reference."""
+    samples = _samples(numel, bits, group)
+    if samples is not None and dtype in KINDS:
+        widths, row = samples
+        with _guard(codes):
+            own, starts, total = _starts(widths, row, group, codes)
+            if _packed_fit(codes, side, support, numel, (len(widths) * groups_in_row(row, group), total)):
+                groups = _Groups(numel, row, group, 0)
+                return _dequantize(codes, side, groups, dtype, support, None, None, widths=own, starts=starts)
+    found: Tensor = _refer("dequantize_samples", codes, side, bits, numel, group, dtype, support)
+    return found
+
+
+def range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
+    """See the reference. Groups have their squares first, which then are added in order."""
+    numel = x.numel()
+    if x.dtype not in KINDS or not x.is_contiguous() or not _groups_fit(numel, row, group, 0):
+        found: Tensor = _refer("range_energy", x, row, group, positive)
+        return found
+    with _guard(x):
+        rows, per_row = numel // row, groups_in_row(row, group)
+        squares = torch.empty(rows * per_row, dtype=torch.float32, device=x.device)
+        for (size, _), n, numbers in _Groups(numel, row, group, 0).launches():
+            tile, lane, warps = _tile(n)
+            used = {name: numbers[name] for name in ("count", "per", "first", "row", "group", "n", "per_row")}
+            programs.extents[(size,)](
+                _raw(x), squares, **used, KIND=KINDS[x.dtype], POSITIVE=positive, GROUPS=tile, SIZE=4 * lane,
+                num_warps=warps, **_OPTIONS,
+            )  # fmt: skip
+        out = torch.empty(rows, dtype=torch.float32, device=x.device)
+        programs.row_sums[(-(-rows // 32),)](squares, out, rows, per_row, SIZE=32, num_warps=1, **_OPTIONS)
+        return out
+
+
+def cast_groups(
+    x: Tensor, row: int, group: int, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See the reference, which serves it."""
+    found: tuple[Tensor, Tensor] = _refer("cast_groups", x, row, group, dtype, scale)
+    return found
+
+
+def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: torch.dtype) -> Tensor:
+    """See the reference, which serves it."""
+    found: Tensor = _refer("uncast_groups", values, scale, row, group, dtype)
+    return found
+
+
+def _means_of(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype, nan: bool) -> Tensor:
+    _, s1, s2, s3, inner = geometry
+    shape = low_shape(geometry, block)
+    low = torch.empty(math.prod(shape), dtype=dtype, device=x.device)
+    programs.means[(-(-low.numel() // 128),)](
+        _raw(x), _raw(low), low.numel(), s1, s2, s3, *shape[1:4], inner, KIND=KINDS[x.dtype], OUT=KINDS[dtype],
+        NAN=nan, BLOCK=block, DEEP=s1 != 1, SIZE=128, **_OPTIONS,
+    )  # fmt: skip
+    return low
+
+
+def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """See the reference."""
+    fits = x.is_contiguous() and x.numel() and math.prod(geometry) == x.numel() and block > 0
+    if x.dtype not in KINDS or dtype not in KINDS or not fits:
+        found: Tensor = _refer("block_means", x, geometry, block, dtype)
+        return found
+    with _guard(x):
+        return _means_of(x, geometry, block, dtype, nan=True)
+
+
+def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """See the reference."""
+    numel, sample = math.prod(geometry), math.prod(geometry[1:])
+    fits = low.is_contiguous() and numel and low.numel() == math.prod(low_shape(geometry, block))
+    if low.dtype not in KINDS or dtype not in KINDS or not fits or sample > _MANY or geometry[0] >= 1 << 16:
+        found: Tensor = _refer("spread_blocks", low, geometry, block, dtype)
+        return found
+    with _guard(low):
+        out = torch.empty(numel, dtype=dtype, device=low.device)
+        frame, flat, deep = _frame(tuple(geometry), block, sample)
+        numbers = _named(frame)
+        programs.spread[(-(-sample // _SIZE), geometry[0])](
+            _raw(low), _raw(out), sample, numbers.pop("f0"), **numbers, KIND=KINDS[low.dtype], OUT=KINDS[dtype],
+            BLOCK=block, FLAT=flat, DEEP=deep, SIZE=_SIZE, **_OPTIONS,
+        )  # fmt: skip
+        return out
+
+
+def rebuild_affine(
+    x: Tensor, geometry: Sequence[int], scale: Tensor, shift: Tensor, other: Tensor | None, support: Tensor | None
+) -> None:
+    """See the reference."""
+    _, channels, inner = geometry
+    numel = x.numel()
+    if (
+        x.dtype not in KINDS
+        or not x.is_contiguous()
+        or not numel
+        or math.prod(geometry) != numel
+        or max(inner, channels) > _MANY
+        or not _is(scale, torch.float32, channels)
+        or not _is(shift, torch.float32, channels)
+        or (other is not None and not _is(other, x.dtype, numel))
+        or (support is not None and not _is(support, torch.uint8, -(-numel // 8)))
+    ):
+        _refer("rebuild_affine", x, geometry, scale, shift, other, support)
+        return
+    with _guard(x):
+        programs.affine[(-(-numel // _SIZE),)](
+            _raw(x), scale, shift, None if other is None else _raw(other), support, numel, inner, *magic(inner),
+            channels, *magic(channels), KIND=KINDS[x.dtype], OTHER=other is not None, SUPPORT=support is not None,
+            SIZE=_SIZE, **_OPTIONS,
+        )  # fmt: skip
+
+
+def pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
+    """See the reference."""
+    if (x.dtype not in KINDS and x.dtype != torch.bool) or not x.is_contiguous() or not x.numel():
+        found: Tensor = _refer("pack_band", x, low, high, closed, nan)
+        return found
+    with _guard(x):
+        out = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
+        low, high = ctypes.c_float(low).value, ctypes.c_float(high).value
+        source, kind = (x.view(torch.uint8), 3) if x.dtype == torch.bool else (_raw(x), KINDS[x.dtype])
+        programs.pack_band[(-(-out.numel() // 256),)](
+            source, out, x.numel(), low, high, KIND=kind, FROM=_end(low, -math.inf, closed),
+            TO=_end(high, math.inf, closed), NAN=nan, SIZE=256, **_OPTIONS,
+        )  # fmt: skip
+        return out
+
+
+def _end(end: float, none: float, closed: bool) -> int:
+    """How a band ends: see ``programs.pack_band``."""
+    return 0 if end == none else 2 if closed else 1
+
+
+@lru_cache
+def _values(inside: float, outside: float, dtype: torch.dtype) -> tuple[int, int]:
+    """The bits of two values, as numbers of the host."""
+    if dtype == torch.bool:
+        return 1, 0
+    first, second = torch.tensor([inside, outside], dtype=torch.float64).to(dtype).view(_INTS[dtype.itemsize]).tolist()
+    return first, second
+
+
+def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, outside: float) -> Tensor:
+    """See the reference."""
+    if not _is(mask, torch.uint8, -(-numel // 8)) or not numel or not (dtype == torch.bool or dtype.is_floating_point):
+        found: Tensor = _refer("unpack_band", mask, numel, dtype, inside, outside)
+        return found
+    with _guard(mask):
+        out = torch.empty(numel, dtype=dtype, device=mask.device)
+        numbers = _values(inside, outside, dtype)
+        target = out.view(_INTS[dtype.itemsize])
+        programs.unpack_band[(-(-numel // _SIZE),)](mask, target, numel, *numbers, SIZE=_SIZE, **_OPTIONS)
+        return out
+
+
+def _integers(dtype: torch.dtype) -> bool:
+    return dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _packed_view(packed: Tensor, bits: int) -> Tensor:
+    return packed.view(_INTS[bits // 8]) if bits > 8 else packed
+
+
+def pack_uints(x: Tensor, offset: int, bits: int) -> Tensor:
+    """See the reference."""
+    if not _integers(x.dtype) or not x.is_contiguous() or not x.numel() or bits not in (1, 2, 4, 8, 16, 32):
+        found: Tensor = _refer("pack_uints", x, offset, bits)
+        return found
+    with _guard(x):
+        out = torch.empty(-(-x.numel() * bits // 8), dtype=torch.uint8, device=x.device)
+        target = _packed_view(out, bits)
+        size = 1024 // max(1, 8 // bits)
+        programs.pack_uints[(-(-target.numel() // size),)](
+            x, target, x.numel(), offset, BITS=bits, SIZE=size, **_OPTIONS
+        )  # fmt: skip
+        return out
+
+
+def unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype: torch.dtype) -> Tensor:
+    """See the reference."""
+    fits = numel and bits in (1, 2, 4, 8, 16, 32) and _is(packed, torch.uint8, -(-numel * bits // 8))
+    if not fits or not _integers(dtype):
+        found: Tensor = _refer("unpack_uints", packed, numel, bits, offset, dtype)
+        return found
+    with _guard(packed):
+        out = torch.empty(numel, dtype=dtype, device=packed.device)
+        programs.unpack_uints[(-(-numel // _SIZE),)](
+            _packed_view(packed, bits), out, numel, offset, BITS=bits, SIZE=_SIZE, **_OPTIONS
+        )  # fmt: skip
+        return out
+
+
+def _windows_fit(numel: int, starts: Tensor, inner: int, taps: Tensor, bits: int) -> bool:
+    return (
+        numel > 0
+        and inner > 0
+        and starts.numel() > 0
+        and numel % (starts.numel() * inner) == 0
+        and starts.dtype == taps.dtype == torch.int64
+        and starts.is_contiguous()
+        and taps.is_contiguous()
+        and bits in (1, 2, 4, 8)
+        and 0 < taps.numel() <= 2**bits
+    )
+
+
+def pack_taps(x: Tensor, starts: Tensor, inner: int, taps: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    numel = x.numel()
+    if x.dtype != torch.int64 or not x.is_contiguous() or not _windows_fit(numel, starts, inner, taps, bits):
+        found: tuple[Tensor, Tensor] = _refer("pack_taps", x, starts, inner, taps, size, bits)
+        return found
+    with _guard(x):
+        out = torch.empty(-(-numel * bits // 8), dtype=torch.uint8, device=x.device)
+        none = torch.zeros((), dtype=torch.int64, device=x.device)
+        programs.pack_taps[(-(-out.numel() // (128 * bits)),)](
+            x, starts, taps, out, none, numel, starts.numel(), inner, taps.numel(), size, BITS=bits, SIZE=128 * bits,
+            **_OPTIONS,
+        )  # fmt: skip
+        return out, none
+
+
+def unpack_taps(packed: Tensor, numel: int, starts: Tensor, inner: int, taps: Tensor, bits: int) -> Tensor:
+    """See the reference."""
+    fits = _windows_fit(numel, starts, inner, taps, bits)
+    if not fits or not _is(packed, torch.uint8, -(-numel * bits // 8)):
+        found: Tensor = _refer("unpack_taps", packed, numel, starts, inner, taps, bits)
+        return found
+    with _guard(packed):
+        out = torch.empty(numel, dtype=torch.int64, device=packed.device)
+        programs.unpack_taps[(-(-numel // _SIZE),)](
+            packed, starts, taps, out, numel, starts.numel(), inner, BITS=bits, SIZE=_SIZE, **_OPTIONS
+        )  # fmt: skip
+        return out

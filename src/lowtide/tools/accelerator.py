@@ -1,0 +1,258 @@
+"""What somebody with a GPU runs in a minute: are the bytes right, how fast are the kernels, what does a step take?
+
+Results are printed and written to a file that can be sent. Everything also runs on the CPU, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from .. import kernels
+from ..attachment import attach
+from ..kernels import ops, reference
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def doctor(out: Path = Path("lowtide-gpu.json")) -> int:
+    """Check the GPU of this machine; 0 if all its bytes are those of the reference."""
+    if not torch.accelerator.is_available():
+        print("No GPU is here: torch.accelerator.is_available() is False. Install a torch built for your GPU.")
+        return 1
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    found = examine(device)
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"\nWritten to {out}")
+    return 0 if not found["differing"] else 1
+
+
+def examine(device: torch.device, small: bool = False) -> dict[str, Any]:
+    """Conformance, rates of kernels, and steps of two networks; ``small`` takes sizes that tell nothing of speed."""
+    where: dict[str, Any] = {"device": _name(device), "torch": torch.__version__, "python": platform.python_version()}
+    print(f"{where['device']}, torch {where['torch']}")
+    differing = list(differences(device))
+    print(f"Bytes against the reference on the CPU: {'all equal' if not differing else 'DIFFERENT: ' + str(differing)}")
+    rates = dict(speeds(device, 1 << 12 if small else 1 << 26))
+    for name, rate in rates.items():
+        print(f"  {name}: {rate:.0f} GB/s")
+    steps = {}
+    networks = {"ResNet-50-like": convolutions(device, small), "GPT-2-like": transformer(device, small)}
+    for name, make in networks.items():
+        steps[name] = {mode: step(make, mode, device) for mode in ("plain", "checkpoint", "division", "auto")}
+        for mode, (seconds, peak) in steps[name].items():
+            ratio = seconds / steps[name]["plain"][0]
+            print(f"  {name} {mode}: {1e3 * seconds:.1f} ms a step ({ratio:.2f}x), peak {peak / 2**20:.0f} MiB")
+    served = kernels.served()
+    slow = {name: text for name, text in served.get(device.type, {}).items() if "reference" in text}
+    print(f"Served by plain torch, at least in part: {slow or 'nothing'}")
+    return {**where, "differing": differing, "GB/s": rates, "seconds and peak bytes": steps, "served": served}
+
+
+def _name(device: torch.device) -> str:
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name(device)) if name is not None else device.type
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# ---------------------------------------------------------------- conformance
+
+
+def _same(ours: Any, truth: Any) -> bool:
+    if isinstance(truth, (tuple, list)):
+        return all(_same(a, b) for a, b in zip(ours, truth, strict=True))
+    ours = ours.cpu()
+    if truth.dtype.is_floating_point:
+        nan = truth.isnan()
+        if not torch.equal(ours.isnan(), nan):
+            return False
+        ours, truth = (t.masked_fill(nan, 0.0).view(_INTS[t.dtype.itemsize]) for t in (ours, truth))
+    return torch.equal(ours, truth)
+
+
+def _awkward(dtype: torch.dtype) -> Tensor:
+    """Values of many sizes, a constant row, zeros, and rows with NaN and Inf: 64 rows of 784."""
+    x = torch.randn(64, 784, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 64)[:, None]
+    x[1], x[2], x[3, 5], x[4, 7], x[5] = 1.2345678, 0.0, math.nan, -math.inf, x[5].relu()
+    return x.view(-1).to(dtype)
+
+
+def differences(device: torch.device) -> Iterator[str]:
+    """The operators, with their settings, whose results are not those of the reference on the CPU."""
+
+    def there(given: Any) -> Any:
+        return given.to(device) if isinstance(given, Tensor) else given
+
+    for operator, label, given in _calls():
+        truth = getattr(reference, operator)(*given)
+        if not _same(getattr(ops, operator)(*map(there, given)), truth):
+            yield f"{operator} {label}"
+
+
+def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    for dtype in FLOATS:
+        x, label = _awkward(dtype), str(dtype).removeprefix("torch.")
+        numel, geometry = x.numel(), (64, 1, 28, 28, 1)
+        mask = reference.pack_band(x, 0.0, math.inf, False, True)
+        yield "pack_band", label, (x, 0.0, math.inf, False, True)
+        yield "unpack_band", label, (mask, numel, dtype, 1.0, 0.0)
+        yield "range_energy", label, (x, 784, 256, True)
+        yield "block_means", label, (x, geometry, 8, dtype)
+        for bits in range(1, 9):
+            name = f"{label} {bits} bits"
+            for group in (256, 196):
+                codes = reference.quantize_groups(x, 784, group, bits, 5, True)
+                yield "quantize_groups", name, (x, 784, group, bits, 5, True)
+                yield "dequantize_groups", name, (*codes, numel, 784, group, bits, dtype, mask, None, 5)
+            tiles = reference.quantize_channels(x, (64, 16, 49), 256, bits, 5, False)
+            yield "quantize_channels", name, (x, (64, 16, 49), 256, bits, 5, False)
+            yield "dequantize_channels", name, (*tiles, (64, 16, 49), 256, bits, dtype, None)
+        parts = reference.quantize_blocks(x, geometry, 8, 784, 256, 2, 5, True)
+        yield "quantize_blocks", label, (x, geometry, 8, 784, 256, 2, 5, True)
+        yield "dequantize_blocks", label, (*parts, geometry, 8, 784, 256, 2, dtype, mask)
+
+
+# ---------------------------------------------------------------- speed
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """The best of five calls; the first ones compile, and adaptive methods decide in them."""
+    best = math.inf
+    for _ in range(5):
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def speeds(device: torch.device, values: int) -> Iterator[tuple[str, float]]:
+    """Gigabytes of the uncompressed tensor a second: copy_, encode and decode."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(values, device=device).to(dtype)
+        row, label = min(values, 1 << 18), str(dtype).removeprefix("torch.")
+        target, size = torch.empty_like(x), x.nbytes / 1e9
+        yield f"copy_ {label}", size / _seconds(lambda a=target, b=x: a.copy_(b), device)
+        for bits in (2, 4):
+            codes, side = ops.quantize_groups(x, row, 256, bits, 5, False)
+            yield (
+                f"quantize_groups {label} {bits} bits",
+                size / _seconds(lambda b=bits, x=x, r=row: ops.quantize_groups(x, r, 256, b, 5, False), device),
+            )
+            given = (codes, side, values, row, 256, bits, dtype, None)
+            yield (
+                f"dequantize_groups {label} {bits} bits",
+                size / _seconds(lambda g=given: ops.dequantize_groups(*g), device),
+            )
+
+
+class _Bottleneck(nn.Module):
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        sizes = ((inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1))
+        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, k, s, k // 2, bias=False) for a, b, k, s in sizes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for _, b, _, _ in sizes)
+        self.short = nn.Conv2d(inputs, 4 * width, 1, stride, bias=False) if inputs != 4 * width else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for number, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+            y = norm(convolution(y if number == 0 else functional.relu(y)))
+        return functional.relu(y + self.short(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        q, k, v = self.qkv(self.first(x)).view(n, t, 3, -1, 64).permute(2, 0, 3, 1, 4)
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(n, t, d))
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+Subject = tuple[nn.Sequential, Tensor, tuple[type[nn.Module], ...]]
+
+
+def convolutions(device: torch.device, small: bool) -> Callable[[], Subject]:
+    """Bottlenecks of the widths and strides of ResNet-50, without its classes."""
+
+    def make() -> Subject:
+        blocks: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+        blocks.append(nn.MaxPool2d(3, 2, 1))
+        inputs = 64
+        for width, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))[: 1 if small else 4]:
+            for number in range(count):
+                blocks.append(_Bottleneck(inputs, width, stride if number == 0 else 1))
+                inputs = 4 * width
+        x = torch.randn(2, 3, 32, 32) if small else torch.randn(64, 3, 224, 224)
+        return nn.Sequential(*blocks).to(device), x.to(device), (_Bottleneck,)
+
+    return make
+
+
+def transformer(device: torch.device, small: bool) -> Callable[[], Subject]:
+    """The twelve layers of GPT-2 small, without its words."""
+
+    def make() -> Subject:
+        layers, sequences, length = (1, 1, 16) if small else (12, 8, 1024)
+        net = nn.Sequential(*(_Layer(768) for _ in range(layers)))
+        return net.to(device), torch.randn(sequences, length, 768).to(device), (_Layer,)
+
+    return make
+
+
+def step(make: Callable[[], Subject], mode: str, device: torch.device) -> tuple[float, int]:
+    """Seconds of a training step, and the peak of its memory above what is there before (0 on the CPU)."""
+    torch.manual_seed(0)
+    net, x, kinds = make()
+    handle = attach(net, mode) if mode not in ("plain", "checkpoint") else None
+
+    def run() -> None:
+        y = x
+        for block in net:
+            y = (
+                checkpoint(block, y, use_reentrant=False)
+                if mode == "checkpoint" and isinstance(block, kinds)
+                else block(y)
+            )
+        y.float().square().mean().backward()
+        net.zero_grad(set_to_none=True)
+
+    def whole() -> None:
+        net(x).float().square().mean().backward()
+        net.zero_grad(set_to_none=True)
+
+    call = run if mode == "checkpoint" else whole
+    seconds = _seconds(call, device)
+    module, peak = torch.get_device_module(device), 0
+    if hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
+        call()
+        peak = module.max_memory_allocated(device) - before
+    if handle is not None:
+        handle.remove()
+    return seconds, peak

@@ -1,0 +1,302 @@
+"""The Triton kernels give the bytes of the reference: in Triton's interpreter, so without a GPU.
+
+``make test-gpu`` installs Triton and runs this file; ``make test-gpu-full`` runs many more cases. The interpreter takes
+milliseconds for each program, however small, so cases are few and each is awkward in several ways. It accepts kernels
+that the compiler refuses; one test compiles some, and ``make gpu-aot`` all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: make test-gpu installs it and runs this file")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 is not set, and there may be no GPU: use make test-gpu", allow_module_level=True)
+
+import test_kernels as contract
+from lowtide.kernels import backends, gpu, ops, reference
+from test_kernels import FLOATS, INF, assert_same, levels_of, numel_of, sample, special
+
+REPO = Path(__file__).parent.parent
+FULL = os.environ.get("LOWTIDE_TEST_GPU") == "full"
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of NumPy, in Triton
+
+
+@pytest.fixture(autouse=True)
+def fallbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """The checks of the contract call Triton's operators, and no call may go to the reference unless a test says so."""
+    monkeypatch.setattr(contract, "ops", gpu)
+    found: set[tuple[str, str]] = set()
+    monkeypatch.setattr(backends, "_fallbacks", found)
+    yield found
+    assert not found
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_full_groups(bits: int, positive: bool) -> None:
+    """Two groups of 256 a row, the main case; the mask of positive values is written on the way."""
+    dtype = FLOATS[bits % 3]
+    contract.check_groups(sample(1024, dtype), 512, 256, bits, positive)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_awkward_values_in_short_groups(bits: int) -> None:
+    """Groups of 64 and 33 values."""
+    contract.check_groups(special(FLOATS[(bits + 1) % 3]), 97, 64, bits, bits % 2 == 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_awkward_values_in_whole_groups(dtype: torch.dtype) -> None:
+    x = special(dtype).view(20, 97)[:, :64].reshape(-1)
+    for positive in (False, True):
+        contract.check_groups(x, 64, 64, 2, positive)
+
+
+@pytest.mark.parametrize(
+    ("row", "bits"), [(1, 1), (2, 4), (3, 3), (5, 7), (13, 5), (257, 6), (300, 1), (1021, 2), (1000, 4)]
+)
+def test_sizes(row: int, bits: int) -> None:
+    contract.check_groups(sample(3 * row, FLOATS[row % 3]), row, 256, bits, row % 2 == 0)
+
+
+def test_a_large_group() -> None:
+    contract.check_groups(sample(4097, torch.float32), 4097, 1 << 20, 2, True)
+
+
+def test_keys() -> None:
+    x = sample(256, torch.float32)
+    for key in (-1, -(2**63), 2**63 - 1, 2**32 - 1, 2**32, random.Random(0).getrandbits(63)):
+        assert_same(
+            gpu.quantize_groups(x, 256, 256, 4, key, False), reference.quantize_groups(x, 256, 256, 4, key, False), key
+        )
+
+
+def test_no_value_is_rounded_beyond_the_largest_code() -> None:
+    contract.test_no_value_is_rounded_beyond_the_largest_code()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_levels(bits: int) -> None:
+    contract.check_groups(special(FLOATS[bits % 3])[:970], 97, 64, bits, bits % 2 == 0, levels_of(bits))
+
+
+CHANNELS = [((300, 16, 1), 3), ((12, 5, 49), 3), ((9, 24, 3), 4), ((2, 3, 300), 1), ((17, 40, 1), 2), ((20, 97, 1), 5)]
+
+
+@pytest.mark.parametrize(("geometry", "bits"), CHANNELS, ids=str)
+def test_channels(geometry: tuple[int, ...], bits: int) -> None:
+    x = special(FLOATS[bits % 3]) if numel_of(geometry) == 1940 else sample(numel_of(geometry), FLOATS[bits % 3])
+    contract.check_channels(x, geometry, 256, bits, bits % 2 == 1)
+
+
+def test_levels_of_channels() -> None:
+    contract.check_channels(sample(900, torch.float32), (300, 3, 1), 256, 2, True, levels_of(2))
+
+
+def test_samples() -> None:
+    contract.check_samples(sample(8 * 300, torch.float16), 8, 256, True)
+    contract.check_samples(special(torch.float32)[: 97 * 10], 10, 40, False)
+
+
+GEOMETRIES = [
+    ((2, 1, 28, 20, 1), 8, 2),
+    ((2, 1, 9, 7, 3), 8, 4),  # channels last
+    ((2, 5, 6, 21, 1), 2, 3),  # 3-D
+    ((3, 1, 1, 301, 1), 8, 2),  # 1-D
+    ((5, 1, 7, 7, 1), 8, 8),  # blocks larger than maps
+]
+
+
+@pytest.mark.parametrize(("geometry", "block", "bits"), GEOMETRIES, ids=str)
+def test_blocks(geometry: tuple[int, ...], block: int, bits: int) -> None:
+    x = sample(numel_of(geometry), FLOATS[bits % 3])
+    contract.check_blocks(x, geometry, block, x.numel() // geometry[0], 256, bits)
+    if bits == 3:
+        contract.check_blocks(x, geometry, block, x.numel(), 64, bits, levels_of(bits))
+
+
+def test_means_that_are_not_finite() -> None:
+    maps = sample(3 * 256, torch.float32).view(-1, 16, 16).abs()
+    maps[:, :8, :8] *= -1.0
+    maps[:, 0, 0] = torch.tensor([contract.NAN, INF, -3e38])
+    maps[2, 0, :8] = -3e38
+    contract.check_blocks(maps.view(-1), (3, 1, 16, 16, 1), 8, 256, 16, 2)
+    for kind in FLOATS:
+        means = gpu.block_means(maps.view(-1), (3, 1, 16, 16, 1), 8, kind)
+        assert_same(means, reference.block_means(maps.view(-1), (3, 1, 16, 16, 1), 8, kind), kind)
+
+
+@pytest.mark.parametrize(("geometry", "block"), [((3, 1, 17, 23, 1), 8), ((2, 5, 6, 7, 3), 2)], ids=str)
+def test_means(geometry: tuple[int, ...], block: int) -> None:
+    for number, dtype in enumerate(FLOATS):
+        kind = FLOATS[(number + 1) % 3]
+        low = reference.block_means(sample(numel_of(geometry), dtype), geometry, block, kind)
+        assert_same(gpu.block_means(sample(numel_of(geometry), dtype), geometry, block, kind), low, (dtype, kind))
+        spread = reference.spread_blocks(low, geometry, block, dtype)
+        assert_same(gpu.spread_blocks(low, geometry, block, dtype), spread, (dtype, kind))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_affine(dtype: torch.dtype) -> None:
+    x = special(dtype)
+    mask = reference.pack_band(x, 0.0, INF, False, True)
+    for geometry in ((4, 5, 97), (20, 97, 1), (1, 1, 1940)):
+        contract.check_affine(x, geometry, x.flip(0), mask)
+    contract.check_affine(x, (97, 20, 1), None, None)
+
+
+def test_affine_rounds_each_operation() -> None:
+    contract.test_affine_rounds_each_operation()
+
+
+@pytest.mark.parametrize("geometry", [(2, 3, 784), (6, 5, 49), (300, 13, 1)], ids=str)
+def test_affine_of_codes(geometry: tuple[int, int, int]) -> None:
+    for has in (0, 7):
+        contract.check_scaled(geometry, 256, 3, dither=has == 7, has=has)
+
+
+BANDS = [(0.0, INF, False, True), (-1.0, 1.0, True, False), (-INF, 3.0, False, False), (0.0, 6.0, False, True)]
+
+
+def test_bands() -> None:
+    for dtype in FLOATS:
+        for band in BANDS:
+            assert_same(gpu.pack_band(special(dtype), *band), reference.pack_band(special(dtype), *band), (dtype, band))
+    bits = torch.rand(1001) < 0.5
+    mask = reference.pack_band(bits, 0.0, 1.0, False, False)
+    assert_same(gpu.pack_band(bits, 0.0, 1.0, False, False), mask, "bool")
+    for dtype in (*FLOATS, torch.float64, torch.bool):
+        for values in ((1.25, 0.0), (-INF, math.nan), (INF, -3.3)):
+            truth = reference.unpack_band(mask, 1001, dtype, *values)
+            assert_same(gpu.unpack_band(mask, 1001, dtype, *values), truth, (dtype, values))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
+def test_integers(bits: int) -> None:
+    for dtype, offset in ((torch.int64, -5), (torch.int32, 3), (torch.int16, 0), (torch.uint8, 0)):
+        largest = min(2**bits - 1, torch.iinfo(dtype).max - max(0, offset))
+        x = (torch.randint(0, largest + 1, (1003,)) + offset).to(dtype)
+        packed = reference.pack_uints(x, offset, bits)
+        assert_same(gpu.pack_uints(x, offset, bits), packed, dtype)
+        assert_same(gpu.unpack_uints(packed, 1003, bits, offset, dtype), x, dtype)
+
+
+@pytest.mark.parametrize(
+    "window", [contract.WINDOWS[0], contract.WINDOWS[3], ((9, 11), 2, 3, [0, 1, 2, 24, 25], 4)], ids=str
+)
+def test_taps(window: tuple[tuple[int, int], int, int, list[int], int]) -> None:
+    contract.test_taps(1, *window)
+
+
+def test_divisions_by_multiplication() -> None:
+    numbers = random.Random(0)
+    for divisor in (
+        *range(1, 300),
+        3136,
+        2**31 - 1,
+        2**30,
+        2**16 + 1,
+        *(numbers.randrange(1, 2**31) for _ in range(300)),
+    ):
+        m, s = gpu.magic(divisor)
+        edges = [n for k in (1, 2, 2**31 // divisor - 1) for n in (k * divisor - 1, k * divisor, k * divisor + 1)]
+        for n in (0, 2**31 - 1, *edges, *(numbers.randrange(2**31) for _ in range(20))):
+            if 0 <= n < 2**31:
+                found = n if m == 0 else (n * (m & 0xFFFFFFFF) >> 32) >> s
+                assert found == n // divisor, (n, divisor)
+
+
+def test_what_kernels_do_not_know_goes_to_the_reference_and_is_noted(fallbacks: set[tuple[str, str]]) -> None:
+    x = sample(1000, torch.float64)
+    assert_same(
+        gpu.quantize_groups(x, 1000, 256, 2, 0, False), reference.quantize_groups(x, 1000, 256, 2, 0, False), ""
+    )
+    assert fallbacks == {("cpu", "quantize_groups")}
+    huge = sample(2 * gpu.LARGEST, torch.float32)
+    truth = reference.quantize_groups(huge, huge.numel(), huge.numel(), 2, 0, False)
+    assert_same(gpu.quantize_groups(huge, huge.numel(), huge.numel(), 2, 0, False), truth, "")
+    values, scales = gpu.cast_groups(sample(64, torch.float32), 64, 64, torch.float8_e5m2)
+    gpu.uncast_groups(values, scales, 64, 64, torch.float32)
+    assert fallbacks == {("cpu", n) for n in ("quantize_groups", "cast_groups", "uncast_groups")}
+    assert set(ops.SCHEMAS) - gpu.SERVED == {"cast_groups", "uncast_groups"}
+    fallbacks.clear()
+
+
+def test_wrong_sizes_raise(fallbacks: set[tuple[str, str]]) -> None:
+    x = sample(1000, torch.float32)
+    codes, side = gpu.quantize_groups(x, 1000, 256, 2, 0, False)
+    for wrong in ((codes[:-4], side), (codes, side[:-2])):
+        with pytest.raises(RuntimeError):
+            gpu.dequantize_groups(*wrong, 1000, 1000, 256, 2, torch.float32, None)
+    with pytest.raises(RuntimeError):
+        gpu.quantize_groups(x, 999, 256, 2, 0, False)
+    with pytest.raises(RuntimeError, match="levels must be 4 float32 values"):
+        gpu.quantize_groups(x, 1000, 256, 2, 0, False, torch.arange(3.0))
+    with pytest.raises(RuntimeError, match="1000 values are not 10 x 10 x 9"):
+        gpu.quantize_channels(x, (10, 10, 9), 256, 2, 0, False)
+    fallbacks.clear()
+
+
+def test_some_kernels_compile() -> None:
+    """The interpreter accepts what the compiler refuses. No fused multiply-add, nothing flushed to zero, no spills."""
+    run = [
+        sys.executable,
+        "benchmarks/gpu_aot.py",
+        "--targets",
+        "sm_80",
+        "gfx942",
+        "--only",
+        "2 bits bfloat16 NCHW rect",
+    ]
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(run, cwd=REPO, env=without, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    assert "\n6 programs, 0 with spills or faults" in result.stdout  # means and codes, then values; two targets each
+
+
+full = pytest.mark.skipif(not FULL, reason="make test-gpu-full runs it")
+
+
+@full
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_all_groups(dtype: torch.dtype, bits: int, positive: bool) -> None:
+    for row in contract.ROWS:
+        for group in contract.GROUPS:
+            contract.check_groups(sample(3 * row, dtype), row, group, bits, positive)
+            if bits <= 4:
+                contract.check_groups(sample(3 * row, dtype), row, group, bits, positive, levels_of(bits))
+    for group in (1, 7, 64, 1000):
+        contract.check_groups(special(dtype), 97, group, bits, positive)
+
+
+@full
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("geometry", "block"), contract.GEOMETRIES, ids=str)
+def test_all_blocks(geometry: tuple[int, ...], block: int, dtype: torch.dtype) -> None:
+    contract.test_blocks(geometry, block, dtype)
+
+
+@full
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_all_channels(dtype: torch.dtype, positive: bool) -> None:
+    contract.test_channels(dtype, positive)
+
+
+@full
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_all_affine_of_codes(bits: int) -> None:
+    contract.test_affine_of_codes(bits)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lowtide")
 
 _UNSEEN = (
-    "no forward of the attached module was seen yet; one of a module inside it does not count, nor does another method "
-    "of it (training_step): attach the module that is called. Forwards inside torch.compile stay exact and are not seen"
+    "no forward was seen yet; that of a module inside it does not count, nor does another method of it, such as "
+    "training_step: attach the module that is called. Forwards inside torch.compile stay exact and are not seen"
 )
 
 

@@ -105,7 +105,8 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str:
     command = ["git", "-C", str(REPO), "rev-parse", "--short", "HEAD"]
-    return "commit " + subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return f"commit {found or 'unknown'}"
 
 
 # ---------------------------------------------------------------- hooks of pytest

@@ -87,6 +87,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_compile.py::test_noise_is_new_in_each_step_repeats_for_a_seed_and_needs_one_graph": (),
     "test_compile.py::test_retain_graph_decodes_twice": (),
     "test_compile.py::test_saves_what_an_eager_session_saves_and_reports_what_is_kept": ("cnn-division",),
+    "test_compile.py::test_signs_come_from_the_forward_where_backward_computes_a_relu_again": (),
     "test_compile.py::test_torchs_random_numbers_are_left_alone": (),
     "test_compile.py::test_weights_are_never_approximated": (),
     "test_compile.py::test_what_is_not_known_stays_exact_and_is_listed": (),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.codecs import GroupQuant, Raw
+from lowtide.compiling import dynamo
 from lowtide.report import COMPRESSED, EXACT, HELD
 from nets import Block
 from ranks import on_two_ranks
@@ -196,6 +199,30 @@ def test_batches_of_any_size_share_a_graph(name, method):
         assert report.ratio > (1 / (1 / least + 1 / 8) if name == "cnn" else least)
     assert graphs() <= 2  # one, and another where torch finds a size equal to a constant
     assert saved_nbytes(compiled(part), model) >= compiled.report().stored_nbytes
+
+
+def test_signs_come_from_the_forward_where_backward_computes_a_relu_again(monkeypatch):
+    """Inductor's decompositions without its compiler: ReLU is made again from the packed input of a batch norm."""
+
+    def decomposed(partitioner):
+        return dynamo.aot_autograd(
+            fw_compiler=dynamo.boxed_nop,
+            bw_compiler=dynamo.boxed_nop,
+            partition_fn=partitioner,
+            decompositions=select_decomp_table(),
+        )
+
+    importlib.import_module("torch._inductor.lowering")  # which the decomposition of pooling looks for
+    monkeypatch.setattr(dynamo, "_eager_backend", decomposed)
+    model, x = make("cnn")
+    expected = step(model, model, x)
+    compiled = lowtide.compile(model, GroupQuant(8, layout="sample"), backend="aot_eager", min_numel=1)
+    ours = step(compiled, model, x)
+    rows = {row.site.op: row for row in compiled.report().sites if row.plain_nbytes == 0 and row.state == COMPRESSED}
+    assert rows["Relu"].codec == "mask"  # beside what is saved without us
+    # A step is 1/255 of a range of some six deviations, so rounding errs by sqrt(6) / 255 = 0.01 of one deviation. A
+    # value that changes its side would add its whole gradient: one in a hundred values does, and that is 0.1.
+    assert 0 < error(ours, expected) < 0.02
 
 
 def test_dropout_masks_are_bits_and_gradients_exact():

@@ -117,7 +117,7 @@ def page(rows: Sequence[dict[str, str]]) -> str:
     table = {(row["net"], row["state"]): row for row in rows}
     nets = [name for name in FAMILIES if (name, "after") in table]
     machine = table[nets[0], "after"]
-    before = {row["commit"] for row in rows if row["state"] == "before"}
+    before, after = (sorted({row["commit"] for row in rows if row["state"] == s}) for s in ("before", "after"))
     found = {name: ratio(table[name, "after"], table.get((name, "before"))) for name in nets}
     short = [name for name in nets if found[name] < WANTED.get(name, USUAL)]
     lines = [
@@ -133,9 +133,9 @@ def page(rows: Sequence[dict[str, str]]) -> str:
             their share of these; *small* are tensors of few values, which no method packs."""
         ),
         "",
-        f"Commit {machine['commit']}, {machine['date']}, {machine['machine']}, {machine['threads']} thread(s), Python "
+        f"Commit {', '.join(after)}, {machine['date']}, {machine['machine']}, {machine['threads']} thread(s), Python "
         f"{machine['python']}, torch {machine['torch']},",
-        f"Numba {machine['numba']}. *Before* is commit {', '.join(sorted(before))}.",
+        f"Numba {machine['numba']}. *Before* is commit {', '.join(before)}.",
         "",
         f"Wanted is a ratio of {USUAL:g}, of 3 for recurrent nets and of 4 for adapters in bfloat16. Short of it: "
         + (", ".join(f"{FAMILIES[name].title}" for name in short) or "none")

@@ -580,11 +580,11 @@ def test_a_copy_of_a_parameter_that_was_changed_is_no_mere_cast():
     assert relative_error(Changed(), None, "lossless")[0] == 0
 
 
-def test_fractional_powers_stay_exact():
+def test_fractional_powers_keep_relative_precision():
     model = Lambda(lambda a, b, x: b(h := a(x).square()).sum() + h.pow(1.5).sum())
     error, report = relative_error(model, torch.randn(128, 64), "actnn")
     assert error < 1
-    assert any("whole power" in s.why for s in report.sites)
+    assert "cast(bfloat16)" in [s.codec for s in report.sites]  # of all readers the one that needs most counts
 
 
 def test_slices_of_a_tensor_that_lives_anyway_are_not_copied():

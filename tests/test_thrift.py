@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lowtide
+from lowtide.codecs import Raw
 from lowtide.report import COMPRESSED
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN, "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)}
@@ -65,9 +66,11 @@ def test_a_recurrent_layer_is_run_again(kind, form):
     x = torch.randn(*((4, 7) if first else (7, 4)), 6)
     for packed in (False, True):
         loss, plain, _ = run(model, lambda packed=packed: model(x, packed))
-        found, grads, report = run(model, lambda packed=packed: model(x, packed), "lossless")
+        _, unchanged, _ = run(model, lambda packed=packed: model(x, packed), "lossless")
+        assert same(plain, unchanged)  # which runs nothing again
+        found, grads, report = run(model, lambda packed=packed: model(x, packed), Raw())
         assert torch.equal(loss, found)
-        # oneDNN's backward of an LSTM whose input is as wide as its state rounds differently when it is run again
+        # The second run of an LSTM may round differently in the last place; why is not known.
         close = all(float((grads[n] - plain[n]).abs().max()) < 1e-6 * float(plain[n].abs().max()) for n in plain)
         assert close if kind == "lstm" else same(plain, grads)
         rows = [s for s in report.sites if s.site.op == "Recurrent" and s.site.slot == "input"]
@@ -99,13 +102,13 @@ def test_states_weights_and_changes_are_checked():
     x = torch.randn(7, 4, 6)
     state = (torch.randn(1, 4, 16, requires_grad=True), torch.randn(1, 4, 16, requires_grad=True))
     found = []
-    for method in (None, "lossless"):
+    for method in (None, Raw()):
         for s in state:
             s.grad = None
         run(model, lambda: model(x, state=state), method)
         found.append([s.grad for s in state])
     assert all(map(torch.equal, *found))
-    with lowtide.compress(model, "lossless", min_numel=0):
+    with lowtide.compress(model, Raw(), min_numel=0):
         loss = model(x)
     with torch.no_grad():
         model.layers.weight_hh_l0.mul_(2)

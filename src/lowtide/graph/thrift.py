@@ -29,6 +29,13 @@ def thriftier(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     return None if find is None else find(func, args, kwargs)
 
 
+def thriftier_and_exact(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    """The same without recurrent layers: a second run of an LSTM may round differently in the last place."""
+    return None if type(func) in _CALLABLE and _TWINS.get(func) is _recurrent else thriftier(func, args, kwargs)
+
+
 def _usual(*tensors: Tensor) -> bool:
     """Plain floats of one type and device, of which one gets a gradient, in a call that autograd records as usual."""
     first = tensors[0]

@@ -12,9 +12,9 @@ from ..codecs.groups import BITS
 from ..graph import capture
 from ..graph.capture import Site
 from ..graph.rules import Need
-from ..graph.thrift import thriftier
+from ..graph.thrift import thriftier, thriftier_and_exact
 from .choice import Action, Choice
-from .methods import Method, Planned
+from .methods import Lossless, Method, Planned
 from .plan import Plan
 from .tuners.base import FromSources, Tuner
 from .use import Use
@@ -88,9 +88,10 @@ class Policy:
         self,
     ) -> Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any] | None]:
         """The method's twins, if it has any, before those that serve every method."""
+        common = thriftier_and_exact if isinstance(self.method, Lossless) else thriftier
         if type(self._twins).twin is Method.twin:
-            return thriftier
-        return lambda func, args, kwargs: self._twins.twin(func, args, kwargs) or thriftier(func, args, kwargs)
+            return common
+        return lambda func, args, kwargs: self._twins.twin(func, args, kwargs) or common(func, args, kwargs)
 
     def ignores(self, numel: int, storage_numel: int) -> bool:
         """Is a tensor too small to bother? Not if it would keep a much larger storage alive."""

@@ -1006,6 +1006,15 @@ def test_a_gpu_kernel_that_fails_is_replaced_and_named(monkeypatch: pytest.Monke
     assert kernels.status("cuda")["block_means"].startswith("triton")
 
 
+def test_a_lack_of_memory_is_no_fault_of_a_kernel() -> None:
+    def full(*arguments: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        backends._or_reference("cuda", "range_energy", full)(sample(64, torch.float32), 64, 8, False)
+    assert kernels.status("cuda")["range_energy"].startswith("triton")
+
+
 def test_without_triton() -> None:
     code = """
         from lowtide.kernels import backends

@@ -1,4 +1,4 @@
-"""Kernels: ``ops`` is the switch, ``reference`` the definition, ``cpu`` and ``compiled`` the fast form."""
+"""Kernels: ``ops`` is the switch, ``reference`` the definition; ``cpu`` and ``gpu`` launch the fast forms."""
 
 from .backends import prepare, served, status
 

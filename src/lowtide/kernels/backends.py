@@ -130,6 +130,8 @@ def _or_reference(kind: str, name: str, function: Callable[..., Any]) -> Callabl
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)
+        except torch.OutOfMemoryError:  # no fault of the kernel
+            raise
         except Exception as error:
             found = getattr(reference, name)(*arguments)
             reason = str(error).strip().partition("\n")[0]

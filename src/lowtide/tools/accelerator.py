@@ -10,6 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,18 +150,13 @@ def speeds(device: torch.device, values: int) -> Iterator[tuple[str, float]]:
         x = torch.randn(values, device=device).to(dtype)
         row, label = min(values, 1 << 18), str(dtype).removeprefix("torch.")
         target, size = torch.empty_like(x), x.nbytes / 1e9
-        yield f"copy_ {label}", size / _seconds(lambda a=target, b=x: a.copy_(b), device)
+        yield f"copy_ {label}", size / _seconds(partial(target.copy_, x), device)
         for bits in (2, 4):
             codes, side = ops.quantize_groups(x, row, 256, bits, 5, False)
-            yield (
-                f"quantize_groups {label} {bits} bits",
-                size / _seconds(lambda b=bits, x=x, r=row: ops.quantize_groups(x, r, 256, b, 5, False), device),
-            )
-            given = (codes, side, values, row, 256, bits, dtype, None)
-            yield (
-                f"dequantize_groups {label} {bits} bits",
-                size / _seconds(lambda g=given: ops.dequantize_groups(*g), device),
-            )
+            encode = partial(ops.quantize_groups, x, row, 256, bits, 5, False)
+            yield f"quantize_groups {label} {bits} bits", size / _seconds(encode, device)
+            decode = partial(ops.dequantize_groups, codes, side, values, row, 256, bits, dtype, None)
+            yield f"dequantize_groups {label} {bits} bits", size / _seconds(decode, device)
 
 
 class _Bottleneck(nn.Module):
@@ -190,7 +186,8 @@ class _Layer(nn.Module):
         q, k, v = self.qkv(self.first(x)).view(n, t, 3, -1, 64).permute(2, 0, 3, 1, 4)
         a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(a.transpose(1, 2).reshape(n, t, d))
-        return x + self.down(functional.gelu(self.up(self.second(x))))
+        added: Tensor = self.down(functional.gelu(self.up(self.second(x))))
+        return x + added
 
 
 Subject = tuple[nn.Sequential, Tensor, tuple[type[nn.Module], ...]]
@@ -230,22 +227,17 @@ def step(make: Callable[[], Subject], mode: str, device: torch.device) -> tuple[
     net, x, kinds = make()
     handle = attach(net, mode) if mode not in ("plain", "checkpoint") else None
 
-    def run() -> None:
+    def call() -> None:
         y = x
-        for block in net:
-            y = (
-                checkpoint(block, y, use_reentrant=False)
-                if mode == "checkpoint" and isinstance(block, kinds)
-                else block(y)
-            )
-        y.float().square().mean().backward()
+        if mode == "checkpoint":
+            for block in net:
+                y = checkpoint(block, y, use_reentrant=False) if isinstance(block, kinds) else block(y)
+        else:
+            y = net(x)
+        loss: Any = y.float().square().mean()
+        loss.backward()
         net.zero_grad(set_to_none=True)
 
-    def whole() -> None:
-        net(x).float().square().mean().backward()
-        net.zero_grad(set_to_none=True)
-
-    call = run if mode == "checkpoint" else whole
     seconds = _seconds(call, device)
     module, peak = torch.get_device_module(device), 0
     if hasattr(module, "reset_peak_memory_stats"):

@@ -493,7 +493,7 @@ def test_workspaces_are_those_of_ops_that_need_room(monkeypatch):
     assert found[product] == found[in_place] == 0
     assert 16 * MIB * 0.9 < found[composed] < 4 * 16 * MIB
     if torch.backends.mkldnn.is_available():
-        assert 4 * MIB < found[large] < 64 * MIB
+        assert 2 * MIB < found[large] < 64 * MIB  # with one thread about half of what two take
 
     monkeypatch.setattr(costs, "run_child", must_not_run)
     assert workspaces(calls) == found  # what raised is not tried again in this process either

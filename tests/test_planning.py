@@ -491,3 +491,19 @@ def test_a_plan_keeps_what_no_option_makes_smaller(measured):
     problem = Problem.of(profile, ("compress",))
     state = path(problem.base, problem.items)[0]
     assert all(pick == KEEP for pick, saved in zip(state.picks, profile.saved, strict=True) if saved.has_values)
+
+
+def test_weights_that_are_made_again_can_be_profiled():
+    normed = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(normed(nn.Conv2d(3, 32, 3, padding=1)), nn.GELU(), normed(nn.Conv2d(32, 32, 3, padding=1)))
+    found = lowtide.profile(model, (torch.randn(4, 3, 32, 32),), lambda model, batch: model(batch[0]).square().mean())
+    assert lowtide.plan(found, ratio=3).predicted.peak < found.peak
+
+
+def test_a_profile_leaves_no_hook_behind():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    lowtide.profile(model, (torch.randn(4, 8),), lambda model, batch: model(batch[0]).sum())
+    modules = nn.modules.module
+    assert not modules._has_any_global_hook()
+    assert not modules._global_forward_hooks_with_kwargs
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

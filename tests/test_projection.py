@@ -363,7 +363,8 @@ def test_weight_gradients_are_unbiased() -> None:
     samples: dict[str, list[Tensor]] = {name: [] for name in exact}
     for seed in range(400):
         net.zero_grad()
-        with lowtide.compress(net, "lowrank", rank=0.5, bits=4, seed=seed, min_numel=1):
+        # The loss reads 384 values, whose noise would reach all gradients.
+        with lowtide.compress(net, "lowrank", rank=0.5, bits=4, seed=seed, min_numel=512):
             loss = F.mse_loss(net(x.clone()), y)
         loss.backward()
         for name, p in net.named_parameters():

@@ -52,7 +52,12 @@ def distance(a, b):
 @pytest.mark.parametrize("method", [Raw(), "lossless"], ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_exact_codecs_leave_gradients_bit_identical(name, method, autocast):
-    losses, expected, _ = train(name, autocast=autocast)
+    try:
+        losses, expected, _ = train(name, autocast=autocast)
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip(f"plain PyTorch cannot run this on this CPU: {str(error)[:80]}")
     got_losses, got, reports = train(name, method, autocast=autocast)
     assert got_losses == losses
     assert got.keys() == expected.keys()

@@ -16,7 +16,7 @@ from ..policy.choice import Choice
 from ..policy.methods import Method
 from ..policy.policy import Policy
 from ..policy.use import Use
-from ..session.handles import Handle, Recast, Reference, Shape
+from ..session.handles import Handle, Recast, Reference, Remade, Shape
 from ..session.replay import leaves_of
 from ..session.session import Session
 from .recorder import SAVED, TRANSIENT, Live, Recorder
@@ -100,7 +100,7 @@ class ObservedSession(Session):
         slot.watch_end(lambda: self._end(reads))
         if isinstance(light, Reference):
             return light, lambda kept: self._read(reads, super(ObservedSession, self)._unpack(kept))
-        anchor = _Anchor(slot, isinstance(light, Recast))
+        anchor = _Anchor(slot, isinstance(light, (Recast, Remade)))
         identity = capture.storage_id(slot.storage)
         self._anchors.setdefault(identity, weakref.WeakSet()).add(anchor)
         self._unsealed.append(weakref.ref(anchor))
@@ -221,7 +221,10 @@ class Called:
 
 
 class Calls:
-    """Notes each call of a module of ``model`` while it is open, by torch's global hooks of modules."""
+    """Notes each call of a module of ``model`` while it is open.
+
+    By hooks on the modules themselves: torch does not forget that a global hook wanted keyword arguments.
+    """
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
         self.done: list[Called] = []
@@ -231,10 +234,9 @@ class Calls:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Calls:
-        self._hooks = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter),
-            nn.modules.module.register_module_forward_hook(self._leave, with_kwargs=True),
-        ]
+        for module in self._paths:
+            self._hooks.append(module.register_forward_pre_hook(self._enter))
+            self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -242,10 +244,9 @@ class Calls:
             self._hooks.pop().remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if module in self._paths:
-            versions = [(x, capture.version_of(x)) for x in leaves_of(args) if isinstance(x, Tensor)]
-            recorder = self._recorder
-            self._open.append((module, Called(self._paths[module], recorder.time, recorder.elapsed, versions)))
+        versions = [(x, capture.version_of(x)) for x in leaves_of(args) if isinstance(x, Tensor)]
+        recorder = self._recorder
+        self._open.append((module, Called(self._paths[module], recorder.time, recorder.elapsed, versions)))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if not self._open or self._open[-1][0] is not module:
@@ -286,6 +287,6 @@ class _Spy:
     def register_hooks(self, pack: Any, unpack: Any) -> None:
         """As a session calls it."""
         light = pack(self._slot.tensor)
-        assert isinstance(light, (Reference, Recast, Shape))
+        assert isinstance(light, (Reference, Recast, Remade, Shape))
         kept, read = self._session.hooked(self._slot, light)
         self._slot.saved.register_hooks(lambda _: kept, read)

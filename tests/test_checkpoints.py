@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from evidence import planning
+from lowtide.page.document import document as page_document
 from lowtide.planning.checkpoints import candidates, checkpointed, selections, share_of
 from lowtide.planning.planner import Problem
 from test_planning import recorded_peak
@@ -424,3 +425,53 @@ def test_a_plan_with_checkpoints_is_verified_in_other_processes():
 
 def named_loss(model, x):
     return model(x).square().mean()
+
+
+def test_a_second_run_begins_with_the_buffers_of_the_first():
+    """A spectral norm goes on to another weight with every run."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 32), nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32)), nn.GELU())
+    again = copy.deepcopy(plain)
+    x = torch.randn(64, 32)
+    for _ in range(3):
+        plain.zero_grad()
+        again.zero_grad()
+        plain(x).square().mean().backward()
+        with lowtide.compress(again, lowtide.Plan({}, "", ("1",))):
+            loss = again(x).square().mean()
+        loss.backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+        assert all(map(torch.equal, plain.buffers(), again.buffers()))
+
+
+def test_a_plan_without_recurrent_sites_runs_no_recurrent_layer_again():
+    model = nn.LSTM(32, 32, 2)
+    with lowtide.compress(model, lowtide.Plan({}, "", ())) as session:
+        model(torch.randn(16, 4, 32))[0].sum().backward()
+    assert not [s for s in session.report().sites if s.site.op == "Recurrent"]
+
+
+def test_a_compiled_graph_does_not_take_checkpoints():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    with pytest.raises(ValueError, match="runs 0 again in backward"):
+        lowtide.compile(model, lowtide.Plan({}, "", ("0",)), backend="aot_eager")
+
+
+def test_a_page_shows_blocks_that_run_again(tmp_path):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.GELU(), nn.Linear(512, 64)) for _ in range(4)]
+    model = nn.Sequential(*blocks)
+    batch = (torch.randn(1024, 64),)
+    profile = lowtide.profile(model, batch, lambda model, batch: model(batch[0]).square().mean())
+    plan = lowtide.plan(profile, int(0.7 * profile.peak), allow=("checkpoint",))
+    assert plan.checkpoints
+    for name in ("plan.html", "plan.json"):
+        plan.save(tmp_path / name)
+    made = page_document(plan=plan)
+    assert made["headline"]["peak"]["before"] == profile.peak
+    assert made["headline"]["peak"]["after"] == plan.predicted.peak
+    forms = {row["form"] for row in made["sites"] if any(row["module"].startswith(p) for p in plan.checkpoints)}
+    assert "recomputed" in forms
+    kept = sum(row["stored_nbytes"] for row in made["sites"])
+    assert kept == made["headline"]["kept"]["after"] == plan.predicted.stored_nbytes
+    assert sum(row["plain_nbytes"] for row in made["sites"]) == profile.saved_nbytes

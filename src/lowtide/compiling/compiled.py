@@ -13,7 +13,7 @@ from ..codecs import Codec
 from ..graph import shards
 from ..graph.capture import is_compiled
 from ..kernels import backends
-from ..policy.methods import Auto, Method, resolve
+from ..policy.methods import Auto, Method, Planned, resolve
 from ..policy.plan import Plan
 from ..report import Report
 from ..session.opening import MIN_NUMEL
@@ -136,7 +136,14 @@ def compile(
 
 
 def _require_fixed(method: Method, model: nn.Module) -> None:
-    """Raise unless the method decides without looking at values or gradients."""
+    """Raise unless the method decides without looking at values or gradients, and a graph can do all that it asks."""
+    if isinstance(method, Planned):
+        method.require_some_module(model)
+        if method.checkpoints:
+            raise ValueError(
+                f"the plan runs {', '.join(method.checkpoints[:4])} again in backward, which torch decides "
+                "by itself in a compiled graph; plan without 'checkpoint', or call torch.utils.checkpoint in the model"
+            )
     if isinstance(method, Auto):
         options = [f.name for f in dataclasses.fields(method) if f.name == "bits" and method.bits != f.default]
         if options:

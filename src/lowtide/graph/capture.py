@@ -81,6 +81,23 @@ _NO_GRADIENT = "it gets no gradient, so it may be a mask or positions, which mus
 _KEYWORD = "a keyword argument of a checkpoint, which torch keeps as it is"
 _MUTABLE = "a selective checkpoint keeps it and lets it be changed"
 _STATISTIC = "a further result of an operator, such as a statistic"
+_PICKING = {
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "argmax",
+        "argmin",
+        "argsort",
+        "item",
+        "masked_select",
+        "multinomial",
+        "nonzero",
+        "sort",
+        "tolist",
+        "topk",
+    )
+    if hasattr(owner, name)
+}
 BOUNDARY_CODEC = "lowtide_codec"
 """The attribute of a checkpointed function that names the codec for its inputs."""
 DispatchMode: Any = _DISPATCH.TorchDispatchMode
@@ -870,6 +887,8 @@ class Capture(TorchFunctionMode):
         self._numbers: set[int] = set()
         self._latest: Callable[[], Tensor | None] = lambda: None
         self._thread = 0
+        self.picking: set[str] = set()
+        """Paths of modules that picked values by their order or size."""
         self._regions: weakref.WeakKeyDictionary[Any, dict[Any, int] | None] = weakref.WeakKeyDictionary()
         self._selective: Callable[[], Any] = lambda: None  # the selective region that was met last, if it lives
         self._within_backward = False
@@ -923,6 +942,8 @@ class Capture(TorchFunctionMode):
             call = self._twin(func, args, kwargs or {}) or func
         before = _sequence_number() if self._versions else 0
         result = call(*args, **kwargs) if kwargs else call(*args)
+        if func in _PICKING:
+            self.picking.add(self._path[-1] if self._path else "")
         if torch.compiler.is_compiling():
             return result  # torch.compile traces this code too; what compiled code saves shows when it returns
         if not torch.is_grad_enabled() or self._recomputes():

@@ -21,6 +21,8 @@ from ..codecs import FLOATS
 from . import capture
 
 Grads = tuple[Tensor | None, ...]
+RECURRENT = "Recurrent"
+"""The op of the twin of a recurrent layer, as sites name it."""
 
 
 def thriftier(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -107,7 +109,7 @@ class Recurrent(torch.autograd.Function):
     """A layer of an LSTM, GRU or RNN that is run again in backward."""
 
     lowtide_names: ClassVar[tuple[str, ...]] = (
-        *("Recurrent", "input", "hx", "cx"),
+        *(RECURRENT, "input", "hx", "cx"),
         *(f"weight{i}" for i in range(_MOST_WEIGHTS)),
     )
 

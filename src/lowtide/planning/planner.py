@@ -436,7 +436,7 @@ class Problem:
             optimizer_nbytes=self.profile.optimizer_nbytes,
         )
         paths = tuple(part.path for part in self.parts)
-        return BudgetPlan(chosen, f"plan for {limit}", paths, predicted, self.profile.model, limit, self.profile)
+        return BudgetPlan(chosen, f"plan for {limit}", paths, predicted, self.profile.model, limit, self.plain)
 
     def levels(self, picks: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Bytes at each moment."""

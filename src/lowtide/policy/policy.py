@@ -12,7 +12,7 @@ from ..codecs.groups import BITS
 from ..graph import capture
 from ..graph.capture import Site
 from ..graph.rules import Need
-from ..graph.thrift import thriftier, thriftier_and_exact
+from ..graph.thrift import RECURRENT, thriftier, thriftier_and_exact
 from .choice import Action, Choice
 from .methods import Lossless, Method, Planned
 from .plan import Plan
@@ -88,7 +88,9 @@ class Policy:
         self,
     ) -> Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Callable[..., Any] | None]:
         """The method's twins, if it has any, before those that serve every method."""
-        common = thriftier_and_exact if isinstance(self.method, Lossless) else thriftier
+        method = self.method
+        reruns = any(site.op == RECURRENT for site in method.plan.choices) if isinstance(method, Planned) else True
+        common = thriftier if reruns and not isinstance(method, Lossless) else thriftier_and_exact
         if type(self._twins).twin is Method.twin:
             return common
         return lambda func, args, kwargs: self._twins.twin(func, args, kwargs) or common(func, args, kwargs)
@@ -134,7 +136,10 @@ class Policy:
         if choice.action is Action.KEEP and not (planned and use.codec is not None):
             return choice
         if use.codec is not None and not (planned and choice.action is not Action.KEEP):
-            return Choice.store(use.codec, why="asked for at the checkpoint")
+            picks = (
+                "stays exact: asked for, or its block picks by values (top-k), and would pick others for other values"
+            )
+            return Choice.store(use.codec, why=picks if use.codec.exact else "asked for at the checkpoint")
         if planned or choice.codec is None or choice.codec.exact or isinstance(choice.codec, Cast):
             return choice
         if self.boundary_bits is None:

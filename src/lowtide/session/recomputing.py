@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..graph import capture
@@ -57,34 +57,60 @@ def _replacement(module: nn.Module) -> Callable[..., Any]:
         # In a checkpoint of the user's the second run, after our session, would save other tensors than the first.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or capture.hooks_at_work():
             return forward(*args, **kwargs)
-        return checkpoint(_same_buffers(module, forward), *args, use_reentrant=False, **kwargs)
+        return checkpoint(_Run(module, forward), *args, use_reentrant=False, **kwargs)
 
     setattr(checkpointed, _OURS, True)
     return checkpointed
 
 
-def _same_buffers(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward, whose later runs leave buffers as they were: running statistics would count a batch twice.
+class _Run:
+    """The forward, whose second run begins with the buffers of the first and leaves them as they were before it.
 
-    Which buffers change does not show: batch norms move no version counter. So all are copied, for one run of the
-    module.
+    Running statistics would count a batch twice, and a spectral norm would go on to another weight. Which buffers
+    change does not show: batch norms move no version counter. So all are copied, and those that changed are kept.
     """
-    is_first = True
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            return forward(*args, **kwargs)
-        buffers = [(owner, name, b) for owner in module.modules() for name, b in capture.buffers_of(owner)]
-        copies = [None if b is None else b.detach().clone() for _, _, b in buffers]
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.function = module
+        """Whose inputs a checkpoint keeps, for the report."""
+        self._forward = forward
+        self._before: list[_Buffer] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now = _buffers_of(self.function)
+        if self._before is None:
+            result = self._forward(*args, **kwargs)
+            self._before = [buffer for buffer in now if buffer.has_changed()]
+            return result
         try:
-            return forward(*args, **kwargs)
+            for buffer in self._before:
+                buffer.restore()
+            return self._forward(*args, **kwargs)
         finally:
-            for (owner, name, buffer), values in zip(buffers, copies, strict=True):
-                if getattr(owner, name) is not buffer:
-                    setattr(owner, name, buffer)
-                if buffer is not None and values is not None:
-                    buffer.data.copy_(values)  # past the version counter: a graph that saved it finds what it saved
+            for buffer in now:
+                buffer.restore()
 
-    return run
+
+class _Buffer(NamedTuple):
+    """A buffer, and its values at some time."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor | None
+    values: Tensor | None
+
+    def has_changed(self) -> bool:
+        if getattr(self.owner, self.name) is not self.tensor:
+            return True
+        return self.tensor is not None and self.values is not None and not torch.equal(self.tensor, self.values)
+
+    def restore(self) -> None:
+        if getattr(self.owner, self.name) is not self.tensor:
+            setattr(self.owner, self.name, self.tensor)
+        if self.tensor is not None and self.values is not None:
+            self.tensor.data.copy_(self.values)  # past the version counter: a graph that saved it finds what it saved
+
+
+def _buffers_of(module: nn.Module) -> list[_Buffer]:
+    found = [(owner, name, b) for owner in module.modules() for name, b in capture.buffers_of(owner)]
+    return [_Buffer(owner, name, b, None if b is None else b.detach().clone()) for owner, name, b in found]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..codecs import FLOATS, TensorMeta
+from ..codecs import FLOATS, Raw, TensorMeta
 from ..graph import capture, shards
 from ..graph.capture import Capture, Site, Slot
 from ..graph.derive import Origin, origin_of
@@ -52,6 +52,7 @@ from .streams import on_stream, refuse_graph_capture
 from .watching import watch
 
 _RECENT = 12
+_RAW = Raw()
 _SMALL_FACTOR = 1 << 16  # values; a factor that is copied for rebuilding, such as the weight of a norm, has no more
 _MADE_AGAIN = "a checkpoint makes it again in backward, from what it keeps itself"
 _BOUNDARY = "a checkpoint makes its region again from it, so noise reaches all of the region and every earlier layer"
@@ -83,6 +84,7 @@ class Session:
         self._rebuilds = policy.rebuilds
         self._packer = Packer(policy)
         self._recomputed = Recomputed(model, policy.method.checkpoints)
+        self._picking: set[str] = set()
         self._probing = False
         self._repeated: tuple[Callable[[], Tensor], int] | None = None
         self._abilities = capture.probe()
@@ -138,6 +140,7 @@ class Session:
             *(self._model, self._visit, self._settle, self._start_forward, self._expose, self._meet_foreign),
             *(self.policy.twin, self._rebuilds),
         )
+        self._capture.picking = self._picking
         self._begun = False
         self._number_forward(1)
         self._capture.__enter__()
@@ -496,10 +499,20 @@ class Session:
                 handle.entry.exact(str(why))
                 self._seal(handle)
 
+    def _picks_in(self, module: str) -> bool:
+        """Did the module of this path, or one inside it, pick values by their order or size in this session?
+
+        If such a module runs again on other values, it may pick others: its experts may get other numbers of rows.
+        """
+        return any(not module or path == module or path.startswith(f"{module}.") for path in self._picking)
+
     def _seal(self, handle: Handle) -> None:
         """Encode a storage that nobody changed since it was saved; if somebody did, reading it will complain."""
         raw = handle.raw
         if raw is not None and capture.version_of(raw) == handle.version:
+            for i, consumer in enumerate(handle.consumers):
+                if consumer.boundary and self._picks_in(consumer.site.module):
+                    handle.consumers[i] = consumer._replace(codec=_RAW)
             with on_stream(raw, handle.stream), capture.beside_selective():
                 self._packer.seal(handle, raw)
 

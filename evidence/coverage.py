@@ -137,7 +137,7 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         f"{machine['python']}, torch {machine['torch']},",
         f"Numba {machine['numba']}. *Before* is commit {', '.join(before)}.",
         "",
-        f"Wanted is a ratio of {USUAL:g}, of 3 for recurrent nets and of 4 for adapters in bfloat16. Short of it: "
+        f"Below a ratio of {USUAL:g} (3 for recurrent nets, 4 for adapters in bfloat16): "
         + (", ".join(f"{FAMILIES[name].title}" for name in short) or "none")
         + ".",
         "",

@@ -212,7 +212,8 @@ def _sizes(rows: list[Row]) -> str:
     return (
         "## What would fit larger cards\n\n**Computed, not run**: `lowtide.fit` on tensors without data, with the "
         "operators of the CPU, without the workspaces of the card's own libraries, without an optimizer. The loss of "
-        "the language model is taken 4096 tokens at a time. What a checkpoint keeps is not compressed.\n\n"
+        "the language model is taken 4096 tokens at a time. The last column is a plan around the model's own "
+        "checkpoints, whose inputs stay exact.\n\n"
         f"{_table(head, lines)}\n\n{_where(rows)}\n"
     )
 

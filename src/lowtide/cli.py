@@ -32,6 +32,7 @@ from .planning.profiling import Profile, profile
 from .planning.solvers import SOLVERS
 from .policy.methods import Method, methods, resolve
 from .policy.plan import is_page
+from .report import size
 from .tools import bench, demo, targets
 from .tools.targets import Target, TargetError
 from .verify.check import check
@@ -392,6 +393,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(made.summary())
         if verification is not None:
             print(verification)
+    over = 0 if verification is None or arguments.budget is None else verification.peak - nbytes_of(arguments.budget)
+    if over > 0:
+        print(f"the measured peak is over the budget by {size(over)}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -581,7 +586,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.gpu:
         from .tools import accelerator
 
-        return accelerator.doctor()
+        return accelerator.doctor(as_json=arguments.json)
     if arguments.json:
         return _health()
     print(f"lowtide {__version__}, Python {platform.python_version()}, {platform.platform()}")

@@ -169,6 +169,11 @@ def text(made: dict[str, Any]) -> str:
     lines += [f"  {name:{width}}  {value}{f'  ({remark})' if remark else ''}" for name, value, remark in rows]
     if made["why"]:
         lines += ["why:", *(f"  - {sentence}" for sentence in made["why"])]
+    for table in made["tables"]:
+        cells = [[str(cell) for cell in row] for row in (table["head"], *table["rows"])]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines += ["", table["title"]]
+        lines += ["  " + "  ".join(f"{c:{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join((*lines, *(f"note: {note}" for note in made["notes"])))
 
 

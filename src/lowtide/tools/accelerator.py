@@ -5,9 +5,11 @@ Results are printed and written to a file that can be sent. Everything also runs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,16 +29,20 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def doctor(out: Path = Path("lowtide-gpu.json")) -> int:
+def doctor(out: Path = Path("lowtide-gpu.json"), as_json: bool = False) -> int:
     """Check the GPU of this machine; 0 if all its bytes are those of the reference."""
     if not torch.accelerator.is_available():
-        print("No GPU is here: torch.accelerator.is_available() is False. Install a torch built for your GPU.")
+        reason = "No GPU is here: torch.accelerator.is_available() is False. Install a torch built for your GPU."
+        print(json.dumps({"healthy": False, "reason": reason}, indent=1) if as_json else reason)
         return 1
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    found = examine(device)
-    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nWritten to {out}")
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        found = examine(device)
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print(f"\nWritten to {out}")
+    if as_json:
+        print(json.dumps({"healthy": not found["differing"], **found}, indent=1))
     return 0 if not found["differing"] else 1
 
 

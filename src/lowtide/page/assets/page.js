@@ -484,7 +484,7 @@
         { stroke: () => colour("text"), width: 0, paths: () => null, points: { show: true, size: 13, width: 2.5, stroke: () => colour("text"), fill: () => colour("gradients") } },
       ],
     }, [x, line, mark]);
-    if (found.chosen && measure(found.chosen) != null) section.querySelector("figure").append(make("figcaption", { class: "muted" }, `The ringed point is this plan: peak ${size(found.chosen.peak)}, ${name} ${short(measure(found.chosen))}. A plain step peaks at ${size(found.plain)}.`));
+    if (found.chosen && measure(found.chosen) != null) section.querySelector("figure").append(make("figcaption", { class: "muted" }, `${measure(found.chosen) > 0 ? "The ringed point is this" : "This"} plan: peak ${size(found.chosen.peak)}, ${name} ${short(measure(found.chosen))}. A plain step peaks at ${size(found.plain)}.`));
     const table = section.querySelector("table");
     const timed = found.points.some((p) => p.seconds != null);
     heads(table, ["peak", "kept for backward", name, ...(timed ? ["seconds added"] : [])], new Set([0, 1, 2, 3]));

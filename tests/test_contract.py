@@ -345,7 +345,11 @@ BREACHES = [
 ]
 
 
-@pytest.mark.parametrize(("codec", "options", "message"), BREACHES, ids=lambda part: str(part)[:60])
+@pytest.mark.parametrize(
+    ("codec", "options", "message"),
+    BREACHES,
+    ids=lambda part: ", ".join(part) if isinstance(part, dict) else str(part)[:60],
+)
 def test_the_checker_names_what_is_broken(codec, options, message):
     with pytest.raises(Broken) as error:
         check(codec, **options)

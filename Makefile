@@ -122,7 +122,7 @@ test-stacks: $(STACKS)/.ready
 
 compatibility: $(STACKS)/.ready
 	PYTHONPATH=tests $(STACKS)/bin/python -m pytest -W default -p compatibility -m stack \
-	    --compatibility docs/compatibility.md tests tests/stacks
+	    --compatibility docs/compatibility.md tests/stacks
 
 evidence-finetuning: $(STACKS)/.ready
 	$(STACKS)/bin/python examples/lora_llama.py --page docs/finetuning.md

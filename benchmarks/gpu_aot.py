@@ -20,10 +20,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import triton
@@ -51,7 +50,7 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int8: "*i8",
 }
-FIELDS = ["case", "launch", "target", "registers", "spills", "shared", "instructions", "bytes", "faults"]
+FIELDS = ["case", "launch", "target", "registers", "spills", "shared", "instructions", "slots", "bytes", "faults"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -167,6 +166,18 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
             numel,
             lambda x=x: gpu.rebuild_affine(x, (8, 64, 3136), torch.ones(64), torch.ones(64), x, mask),
         )
+        if name != "float16":
+            values, scales = torch.empty(numel, dtype=torch.float8_e4m3fn), torch.empty(numel // 256)
+            yield (
+                f"cast_groups {name}",
+                numel,
+                lambda x=x: gpu.cast_groups(x, sample, 256, torch.float8_e4m3fn),
+            )
+            yield (
+                f"uncast_groups {name}",
+                numel,
+                lambda v=values, s=scales, d=dtype: gpu.uncast_groups(v, s.to(torch.bfloat16), sample, 256, d),
+            )
         yield f"pack_band {name}", numel, lambda x=x: gpu.pack_band(x, 0.0, math.inf, False, True)
         yield f"unpack_band {name}", numel, lambda dtype=dtype: gpu.unpack_band(mask, numel, dtype, 1.0, 0.0)
         yield f"range_energy {name}", numel, lambda x=x: gpu.range_energy(x, sample, 256, False)
@@ -174,7 +185,29 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
     widths = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.uint8)
     total = sum(reference.row_bytes(sample, 256, bits) for bits in range(1, 9))
     codes, side = torch.empty(total, dtype=torch.uint8), packed(2)[1]
-    yield "quantize_samples float32", numel, lambda: gpu.quantize_samples(x, widths, 256, 5, False)
+    for name in ("bfloat16", "float32"):  # maps of other layers, whose rows have fewer whole units
+        dtype = DTYPES[name]
+        for width, channels, bits in ((28, 128, 2), (14, 256, 3), (7, 512, 4)):
+            geometry, own = (8 * channels, 1, width, width, 1), channels * width * width
+            n = 8 * own
+            small, low = torch.empty(n, dtype=dtype), torch.empty(math.prod(reference.low_shape(geometry, 8)))
+            for b, support in ((bits, None), (2, torch.zeros(n // 8, dtype=torch.uint8))):
+                extra = " rectified, mask" if support is not None else ""
+                yield (
+                    f"quantize_blocks {b} bits {name} NCHW of {width}{extra}",
+                    n,
+                    lambda x=small, g=geometry, o=own, s=support, b=b: gpu.quantize_blocks(
+                        x, g, 8, o, 256, b, 5, s is not None, None, s
+                    ),
+                )
+                yield (
+                    f"dequantize_blocks {b} bits {name} NCHW of {width}{extra}",
+                    n,
+                    lambda low=low, g=geometry, o=own, n=n, s=support, b=b, d=dtype: gpu.dequantize_blocks(
+                        low.to(torch.bfloat16), *packed(b, o, n), g, 8, o, 256, b, d, s
+                    ),
+                )
+    yield "quantize_samples float32", numel, lambda: gpu.quantize_samples(x, widths, total, 256, 5, False)
     yield (
         "dequantize_samples float32",
         numel,
@@ -239,19 +272,41 @@ def compiled(kernel: Any, given: dict[str, Any], target: GPUTarget) -> Any:
 # What a float instruction of PTX may be. Conversions are exact, or to float16 as IEEE 754 rounds them; an x2
 # is two operations, and a float16 that is added to a float32 is widened exactly.
 ALLOWED = re.compile(
-    r"(add|sub|mul|div)(\.rn)?\.f32|(add|sub|mul)\.rn\.f32x2|(add|sub)\.rn\.f32\.f16|(neg|abs|min|max)\.f32|setp\.[a-z]+(\.and|\.or)?\.f(16|32)|selp\.f32|mov\.f32"
+    r"(add|sub|mul|div)(\.rn)?\.f32|(add|sub|mul)\.rn\.f32x2|(add|sub)\.rn\.f32\.f16|(neg|abs)\.f32|(min|max)(\.NaN)?\.f32|setp\.[a-z]+(\.and|\.or)?\.f(16|32)|selp\.f32|mov\.f32"
     r"|cvt\.f32\.f16|cvt\.rn\.f16(x2)?\.f32|cvt\.rn\.f32\.[us](8|16|32)|(ld|st)\.[a-z0-9_.:]*f32"
 )
 
 
-def nvidia(binary: Any, arch: str) -> tuple[int, int, int, list[str]]:
-    """Registers, bytes spilled, instructions, and what must not be there."""
+# Lanes of an SM that take an instruction in a clock, out of the 128 it issues (CUDA programming guide, throughput of
+# arithmetic instructions). Products and sums of floats have 128 lanes from sm_90 on; those of integers go there too.
+LANES = {"integer": 64, "product": 64, "memory": 32, "special": 16}
+PIPES = {
+    "product": "FADD FMUL FFMA IMAD",
+    "memory": "LDG STG LDS STS LDSM SHFL ATOM ATOMG RED BAR",
+    "special": "MUFU I2F F2I F2F POPC FLO BREV",
+    "integer": "IADD3 LOP3 SHF SEL ISETP IMNMX PRMT LEA SGXT FMNMX FSEL FSETP FCHK PLOP3 P2R R2P IABS VOTE BMSK VIADD "
+    "VIMNMX MOV CS2R",
+}
+
+
+def slots(kinds: Counter[str], arch: str) -> int:
+    """Instructions, or the issue slots that pass while the busiest pipe takes its own."""
+    found = [sum(kinds.values())]
+    for pipe, names in PIPES.items():
+        lanes = 128 if pipe == "product" and arch != "sm_80" else LANES[pipe]
+        found.append(sum(kinds[name] for name in names.split()) * 128 // lanes)
+    return max(found)
+
+
+def nvidia(binary: Any, arch: str) -> tuple[int, int, int, int, list[str]]:
+    """Registers, bytes spilled, instructions, issue slots, and what must not be there."""
     ptx = binary.asm["ptx"]
     used = re.findall(
-        r"^\s*(?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*\.(?:f16|f32|f64|bf16|f16x2|bf16x2)[a-z0-9_.]*)\s", ptx, re.M
+        r"^\s*(?:@!?%p\d+\s+)?([a-z][A-Za-z0-9_.:]*\.(?:f16|f32|f64|bf16|f16x2|bf16x2)[a-z0-9_.]*)\s", ptx, re.M
     )
     faults = [op for op in sorted(set(used)) if not ALLOWED.fullmatch(op)]
     faults += [word for word in (".ftz", "fma.", ".approx", "div.full") if word in ptx]
+    faults += sorted(set(re.findall(r"\b(?:div|rem)\.[us]64", ptx)))  # a call of a function that is not counted
     divisions = len(re.findall(r"\bdiv\.rn\.f32", ptx))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
@@ -272,11 +327,12 @@ def nvidia(binary: Any, arch: str) -> tuple[int, int, int, list[str]]:
         faults.append(f"{fused} FFMA with {divisions} divisions")
     if any(".FTZ" in op for op in body if op.startswith("F") and not op.startswith("F2I")):  # F2I divides integers
         faults.append(".FTZ")
-    return int(usage[1]), int(usage[2]) + int(usage[3]), len(body) - kinds["NOP"] - kinds["BRA"], faults
+    del kinds["NOP"], kinds["BRA"]
+    return int(usage[1]), int(usage[2]) + int(usage[3]), sum(kinds.values()), slots(kinds, arch), faults
 
 
-def amd(binary: Any) -> tuple[int, int, int, list[str]]:
-    """Registers, bytes spilled, instructions, and what must not be there."""
+def amd(binary: Any) -> tuple[int, int, int, int, list[str]]:
+    """Registers, bytes spilled, instructions, the same for want of a table of pipes, and what must not be there."""
     text = binary.asm["amdgcn"]
 
     def number(name: str) -> int:
@@ -293,13 +349,13 @@ def amd(binary: Any) -> tuple[int, int, int, list[str]]:
     if number(r"\.amdhsa_float_denorm_mode_32") != 3:
         faults.append("denormals are flushed")
     spilled = number(r"\.vgpr_spill_count") + number(r"\.sgpr_spill_count") + number("ScratchSize")
-    return number(r"\.vgpr_count"), spilled, sum(ops.values()), faults
+    return number(r"\.vgpr_count"), spilled, sum(ops.values()), sum(ops.values()), faults
 
 
 def row(case: str, numel: int, kernel: Any, given: dict[str, Any], arch: str) -> dict[str, Any]:
     target = TARGETS[arch]
     binary = compiled(kernel, given, target)
-    registers, spills, instructions, faults = nvidia(binary, arch) if target.backend == "cuda" else amd(binary)
+    registers, spills, instructions, busy, faults = nvidia(binary, arch) if target.backend == "cuda" else amd(binary)
     if "LANE" in given or "GROUPS" in given:
         values = given["GROUPS"] * given["n"]
     elif kernel.fn.__name__ == "means":
@@ -320,28 +376,40 @@ def row(case: str, numel: int, kernel: Any, given: dict[str, Any], arch: str) ->
         "spills": spills,
         "shared": binary.metadata.shared,
         "instructions": round(instructions * threads / values, 1),
+        "slots": round(busy * threads / values, 1),
         "bytes": round((sum(tensors.values()) + written_too) / numel, 3),
         "faults": "; ".join(faults),
     }
 
 
+def write(file: TextIO, rows: Iterable[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(file, FIELDS)
+    writer.writeheader()
+    writer.writerows(rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a CSV file; printed otherwise")
+    parser.add_argument("--out", type=Path, help="a CSV file, whose other rows stay; printed otherwise")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--only", default="", help="a regular expression for the names of cases")
     given = parser.parse_args()
     rows = []
-    with given.out.open("w", newline="") if given.out else nullcontext(sys.stdout) as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        for arch in given.targets:
-            for case, numel, call in cases():
-                for number, (kernel, values) in enumerate(recorded(call) if re.search(given.only, case) else ()):
-                    name = case if number == 0 else f"{case} +{number}"
-                    rows.append(row(name, numel, kernel, values, arch))
-                    writer.writerow(rows[-1])
-                    file.flush()
+    table: dict[tuple[str, str], dict[str, Any]] = {}
+    if given.out and given.out.exists():
+        with given.out.open() as file:
+            table = {(r["case"], r["target"]): r for r in csv.DictReader(file)}
+    for arch in given.targets:
+        for case, numel, call in cases():
+            for number, (kernel, values) in enumerate(recorded(call) if re.search(given.only, case) else ()):
+                name = case if number == 0 else f"{case} +{number}"
+                rows.append(row(name, numel, kernel, values, arch))
+                table[name, arch] = rows[-1]
+                if given.out:
+                    with given.out.open("w", newline="") as file:
+                        write(file, table.values())
+    if not given.out:
+        write(sys.stdout, rows)
     bad = [r for r in rows if r["faults"] or r["spills"]]
     for r in bad:
         print("not allowed:", *r.values())

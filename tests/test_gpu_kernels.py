@@ -1,8 +1,8 @@
 """The Triton kernels give the bytes of the reference: in Triton's interpreter, so without a GPU.
 
-``make test-gpu`` installs Triton and runs this file; ``make test-gpu-full`` runs many more cases. The interpreter takes
-milliseconds for each program, however small, so cases are few and each is awkward in several ways. It accepts kernels
-that the compiler refuses; one test compiles some, and ``make gpu-aot`` all.
+``make test`` installs Triton and runs this file in a process of its own; ``make test-gpu-full`` runs many more cases.
+The interpreter takes milliseconds for each program, however small, so cases are few and each is awkward in several
+ways. It accepts kernels that the compiler refuses; one test compiles some, and ``make gpu-aot`` all.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed: make test-gpu installs it and runs this file")
+pytest.importorskip("triton", reason="Triton is not installed: make test installs it")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("TRITON_INTERPRET=1 is not set, and there may be no GPU: use make test-gpu", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET=1 is not set: make test runs this file by itself", allow_module_level=True)
 
 import test_kernels as contract
 from lowtide.kernels import backends, gpu, ops, reference
@@ -126,6 +126,20 @@ def test_blocks(geometry: tuple[int, ...], block: int, bits: int) -> None:
         contract.check_blocks(x, geometry, block, x.numel(), 64, bits, levels_of(bits))
 
 
+UNITS = [
+    ((4, 1, 16, 16, 1), 8, 256, 256, 2),  # eight neighbours in one block, masks as whole bytes
+    ((16, 1, 14, 14, 1), 8, 3136, 64, 3),  # two, and groups across maps
+    ((4, 1, 12, 28, 1), 4, 672, 32, 4),  # four, in the smallest groups that have units
+    ((2, 1, 4, 8, 16), 4, 512, 128, 2),  # channels last: eight in neighbouring blocks
+    ((2, 4, 8, 8, 1), 4, 256, 64, 4),  # 3-D
+]
+
+
+@pytest.mark.parametrize(("geometry", "block", "row", "group", "bits"), UNITS, ids=str)
+def test_neighbours_that_share_a_block(geometry: tuple[int, ...], block: int, row: int, group: int, bits: int) -> None:
+    contract.check_blocks(sample(numel_of(geometry), FLOATS[bits % 3]), geometry, block, row, group, bits)
+
+
 def test_means_that_are_not_finite() -> None:
     maps = sample(3 * 256, torch.float32).view(-1, 16, 16).abs()
     maps[:, :8, :8] *= -1.0
@@ -166,6 +180,16 @@ def test_affine_of_codes(geometry: tuple[int, int, int]) -> None:
         contract.check_scaled(geometry, 256, 3, dither=has == 7, has=has)
 
 
+@pytest.mark.parametrize("target", contract.FP8)
+def test_casts(target: torch.dtype) -> None:
+    for number, dtype in enumerate(FLOATS):
+        contract.check_casts(special(dtype), 97, (1, 7, 1000)[number], target)
+        contract.check_casts(sample(1024, dtype), 512, 128, target)
+    for scale in (0.37, 1e-4, INF, contract.NAN):
+        contract.check_casts(sample(300, torch.float32), 300, 200, target, torch.tensor([scale]))
+    contract.test_casts_round_as_torch_does(target)
+
+
 BANDS = [(0.0, INF, False, True), (-1.0, 1.0, True, False), (-INF, 3.0, False, False), (0.0, 6.0, False, True)]
 
 
@@ -180,6 +204,10 @@ def test_bands() -> None:
         for values in ((1.25, 0.0), (-INF, math.nan), (INF, -3.3)):
             truth = reference.unpack_band(mask, 1001, dtype, *values)
             assert_same(gpu.unpack_band(mask, 1001, dtype, *values), truth, (dtype, values))
+    for dtype in FLOATS:
+        x = torch.randn(1001).to(dtype)
+        x[:2] = math.nan
+        assert_same(gpu.mask_values(x, mask), reference.mask_values(x, mask), dtype)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
@@ -215,6 +243,11 @@ def test_divisions_by_multiplication() -> None:
             if 0 <= n < 2**31:
                 found = n if m == 0 else (n * (m & 0xFFFFFFFF) >> 32) >> s
                 assert found == n // divisor, (n, divisor)
+        m, s = gpu.wide_magic(divisor)
+        for n in (2**63 - 1, *(numbers.randrange(2**63) // divisor * divisor - k for k in (0, 1))):
+            found = n if m == 0 else (n * (m % 2**64) >> 64) >> s
+            assert m == 0 or m % 2**64 >= 2**63
+            assert found == n // divisor, (n, divisor)
 
 
 def test_what_kernels_do_not_know_goes_to_the_reference_and_is_noted(fallbacks: set[tuple[str, str]]) -> None:
@@ -226,10 +259,8 @@ def test_what_kernels_do_not_know_goes_to_the_reference_and_is_noted(fallbacks: 
     huge = sample(2 * gpu.LARGEST, torch.float32)
     truth = reference.quantize_groups(huge, huge.numel(), huge.numel(), 2, 0, False)
     assert_same(gpu.quantize_groups(huge, huge.numel(), huge.numel(), 2, 0, False), truth, "")
-    values, scales = gpu.cast_groups(sample(64, torch.float32), 64, 64, torch.float8_e5m2)
-    gpu.uncast_groups(values, scales, 64, 64, torch.float32)
-    assert fallbacks == {("cpu", n) for n in ("quantize_groups", "cast_groups", "uncast_groups")}
-    assert set(ops.SCHEMAS) - gpu.SERVED == {"cast_groups", "uncast_groups"}
+    assert fallbacks == {("cpu", "quantize_groups")}
+    assert all(hasattr(gpu, name) for name in ops.SCHEMAS)
     fallbacks.clear()
 
 

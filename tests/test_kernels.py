@@ -240,9 +240,10 @@ def test_wrong_sizes_of_channels_raise() -> None:
 def check_samples(x: Tensor, samples: int, group: int, positive: bool) -> None:
     about = (x.dtype, x.numel(), samples, group, positive)
     bits = (torch.arange(samples) * 5 % 8 + 1).to(torch.uint8)
-    codes, side = reference.quantize_samples(x, bits, group, -77, positive)
+    size = sum(ops.row_bytes(x.numel() // samples, group, b) for b in bits.tolist()) + samples % 3
+    codes, side = reference.quantize_samples(x, bits, size, group, -77, positive)
     support, mask = supports(x, positive)
-    assert_same(ops.quantize_samples(x, bits, group, -77, positive, mask), (codes, side), about)
+    assert_same(ops.quantize_samples(x, bits, size, group, -77, positive, mask), (codes, side), about)
     assert_same(mask, support, about)
     for dtype in {x.dtype, torch.float32}:
         shape = (codes, side, bits, x.numel(), group, dtype, support)
@@ -272,9 +273,11 @@ def test_wrong_bits_of_samples_raise() -> None:
     x = sample(1000, torch.float32)
     for bits in ([2, 9], [0, 2], [2, 2, 2], []):
         with pytest.raises(RuntimeError, match="bits must be"):
-            ops.quantize_samples(x, torch.tensor(bits, dtype=torch.uint8), 256, 0, False)
+            ops.quantize_samples(x, torch.tensor(bits, dtype=torch.uint8), 1000, 256, 0, False)
     good = torch.tensor([2, 3], dtype=torch.uint8)
-    codes, side = ops.quantize_samples(x, good, 256, 0, False)
+    with pytest.raises(RuntimeError, match="the codes of 2 samples take 313 bytes; there is room for 312"):
+        ops.quantize_samples(x, good, 312, 256, 0, False)
+    codes, side = ops.quantize_samples(x, good, 313, 256, 0, False)
     with pytest.raises(RuntimeError, match="bits must be"):
         ops.dequantize_samples(codes, side, good.long(), 1000, 256, torch.float32, None)
     with pytest.raises(RuntimeError):
@@ -756,6 +759,17 @@ def test_unpack_band(dtype: torch.dtype) -> None:
             assert_same(ops.unpack_band(*shape), reference.unpack_band(*shape), shape[1:])
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_mask_values(dtype: torch.dtype) -> None:
+    for numel in ROWS:
+        x, chosen = sample(numel, dtype), torch.arange(numel) % 3 == 0
+        x[:1], x[1:2], x[3:4] = NAN, NAN, -0.0
+        truth = torch.where(chosen, x, torch.zeros((), dtype=dtype))
+        mask = reference.pack_band(chosen, 0.0, 1.0, False, False)
+        assert_same(reference.mask_values(x, mask), truth, numel)
+        assert_same(ops.mask_values(x, mask), truth, numel)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
 def test_uints(bits: int, dtype: torch.dtype) -> None:
@@ -780,6 +794,8 @@ def test_masks_and_integers_in_threads(threads: int) -> None:
         assert_same(ops.pack_band(x, 0.0, INF, False, False), mask, dtype)
         truth = reference.unpack_band(mask, x.numel(), dtype, 1.5, 0.0)
         assert_same(ops.unpack_band(mask, x.numel(), dtype, 1.5, 0.0), truth, dtype)
+        if dtype != torch.bool:
+            assert_same(ops.mask_values(x, mask), x, dtype)  # all that are not zero
     for bits in (1, 2, 4, 8, 16, 32):
         y = torch.arange(300_007) % 2**bits
         packed = reference.pack_uints(y, 0, bits)
@@ -814,7 +830,7 @@ def all_operators(x: Tensor, row: int, group: int, bits: int, geometry: tuple[in
             low = ops.block_means(x, geometry, block, kind)
             found += [low, ops.spread_blocks(low, geometry, block, dtype)]
     widths = (torch.arange(numel // row) % 8 + 1).to(torch.uint8)
-    packed = ops.quantize_samples(x, widths, group, key, True, mask)
+    packed = ops.quantize_samples(x, widths, 8 * numel, group, key, True, mask)
     found += [packed, mask.clone(), ops.dequantize_samples(*packed, widths, numel, group, dtype, mask)]
     found.append(ops.range_energy(x, row, group, True))
     for target in FP8:
@@ -823,6 +839,7 @@ def all_operators(x: Tensor, row: int, group: int, bits: int, geometry: tuple[in
     band = ops.pack_band(x, 0.0, 1.0, True, False)
     found += [band, ops.pack_band(x > 0, 0.0, 1.0, True, False)]
     found += [ops.unpack_band(band, numel, kind, 1.0, 0.0) for kind in (dtype, torch.bool, torch.float64)]
+    found.append(ops.mask_values(x, band))
     values = x.clone()
     ops.rebuild_affine(values, (numel // row, row, 1), torch.ones(row), torch.ones(row), x, mask)
     found.append(values)
@@ -942,7 +959,7 @@ def test_every_operator_is_compiled() -> None:
         parts = ops.quantize_blocks(x, (1, 1, 4, 4, 1), 2, 16, 8, 2, 0, False)
         ops.dequantize_blocks(*parts, (1, 1, 4, 4, 1), 2, 16, 8, 2, torch.float32, None)
         ops.spread_blocks(ops.block_means(x, (1, 1, 4, 4, 1), 2, x.dtype), (1, 1, 4, 4, 1), 2, x.dtype)
-        ops.dequantize_samples(*ops.quantize_samples(x, bits, 8, 0, False), bits, 16, 8, torch.float32, None)
+        ops.dequantize_samples(*ops.quantize_samples(x, bits, 32, 8, 0, False), bits, 16, 8, torch.float32, None)
         tiles = ops.quantize_channels(x, (4, 4, 1), 8, 2, 0, False)
         ops.dequantize_channels(*tiles, (4, 4, 1), 8, 2, torch.float32, None)
         ops.range_energy(x, 16, 8, False)
@@ -950,7 +967,9 @@ def test_every_operator_is_compiled() -> None:
         runs = ops.quantize_channels(x, (1, 2, 8), 8, 2, 0, False)
         ops.dequantize_affine(*runs, (1, 2, 8), 8, 2, None, None, x[:2], x[:2], None, None)
         ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)
-        ops.unpack_band(ops.pack_band(x, 0.0, 1.0, True, False), 16, torch.float32, 1.0, 0.0)
+        band = ops.pack_band(x, 0.0, 1.0, True, False)
+        ops.unpack_band(band, 16, torch.float32, 1.0, 0.0)
+        ops.mask_values(x, band)
         ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)
         packed, none = ops.pack_taps(torch.tensor([1, 3, 4, 6]), starts, 2, taps, 8, 2)
         ops.unpack_taps(packed, 4, starts, 2, taps, 2)
@@ -1023,6 +1042,8 @@ def test_without_triton() -> None:
                 if name.partition('.')[0] == 'triton':
                     raise ImportError('no triton here')
         sys.meta_path.insert(0, Hide())
+        for name in [name for name in sys.modules if name.partition('.')[0] == 'triton']:
+            del sys.modules[name]  # torch may have imported it
         assert 'lowtide.kernels.gpu' not in sys.modules
         serve = backends._lazy('cuda', 'range_energy')
         assert torch.equal(serve(x, x.numel(), 256, False), reference.range_energy(x, x.numel(), 256, False))

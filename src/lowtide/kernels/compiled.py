@@ -2035,6 +2035,33 @@ def _kernel_unpack_band(parameters: int, scratch: int, first: int, last: int) ->
         _unpack_bits(mask, _pointer(out, types.int64), start, n, inside, outside)
 
 
+_STRETCH = 2048  # values
+
+
+@_inline
+def _keep_bits(mask: int, x: Any, out: Any, first: int, n: int, every: Any, none: Any) -> None:
+    # Bits are spread over a stretch that stays in the first cache, and then meet the values: both loops become vectors,
+    # where one that reads a value only if its bit is set does not.
+    for i in range(0, n, _STRETCH):
+        m = min(_STRETCH, n - i)
+        _unpack_bits(mask + (i >> 3), out, first + i, m, every, none)
+        for e in range(first + i, first + i + m):
+            out[e] &= x[e]
+
+
+@_kernel
+def _kernel_mask_values(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _read(parameters, layout.MaskValues)
+    x, out = p.x, p.out
+    start = first * TILE
+    n = min(last * TILE, p.numel) - start
+    mask = p.mask + (start >> 3)
+    if p.item == 2:
+        _keep_bits(mask, _pointer(x, types.uint16), _pointer(out, types.uint16), start, n, U16(0xFFFF), U16(0))
+    else:
+        _keep_bits(mask, _pointer(x, types.uint32), _pointer(out, types.uint32), start, n, U32(0xFFFFFFFF), U32(0))
+
+
 @_inline
 def _pack_ints(x: Any, out: int, first: int, n: int, offset: int, bits: int) -> None:
     p = _pointer(out, types.uint8)

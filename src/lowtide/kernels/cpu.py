@@ -511,7 +511,7 @@ def _sample_sizes(numel: int, bits: Tensor, group: int) -> tuple[int, int, int] 
 
 
 def quantize_samples(
-    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, support: Tensor | None = None
+    x: Tensor, bits: Tensor, size: int, group: int, key: int, positive: bool, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See the reference."""
     kind, numel = KINDS.get(x.dtype), x.numel()
@@ -519,12 +519,14 @@ def quantize_samples(
     if (
         kind is None
         or sizes is None
+        or sizes[2] > size
         or not x.is_contiguous()
         or (support is not None and not _fillable(support, positive, numel))
     ):
-        return _fall_back(reference.quantize_samples, x)(x, bits, group, key, positive, support)
-    row, groups, size = sizes
+        return _fall_back(reference.quantize_samples, x)(x, bits, size, group, key, positive, support)
+    row, groups, needed = sizes
     codes = torch.empty(size, dtype=torch.uint8)
+    codes[needed:] = 0
     side = torch.empty(2 * groups, dtype=torch.int16)
     group = min(group, row)
     record = layout.QuantizeSamples(
@@ -549,7 +551,7 @@ def dequantize_samples(
 ) -> Tensor:
     """See the reference."""
     kind, sizes = KINDS.get(dtype), _sample_sizes(numel, bits, group)
-    if kind is None or sizes is None or not _packed(codes, side, support, numel, sizes[1:]):
+    if kind is None or sizes is None or not _packed(codes[: sizes[2]], side, support, numel, sizes[1:]):
         return _fall_back(reference.dequantize_samples, codes)(codes, side, bits, numel, group, dtype, support)
     row, groups, _ = sizes
     out = torch.empty(numel, dtype=dtype)
@@ -938,6 +940,17 @@ def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, out
         mask=mask.data_ptr(), out=out.data_ptr(), item=dtype.itemsize, numel=numel, inside=one, outside=other
     )
     _run("unpack_band", -(-numel // TILE), numel, 0, record)
+    return out
+
+
+def mask_values(x: Tensor, mask: Tensor) -> Tensor:
+    """See the reference."""
+    numel, item = x.numel(), x.dtype.itemsize
+    if item not in (2, 4) or numel == 0 or not x.is_contiguous() or not _is(mask, torch.uint8, -(-numel // 8)):
+        return _fall_back(reference.mask_values, x)(x, mask)
+    out = torch.empty_like(x)
+    record = layout.MaskValues(x=x.data_ptr(), mask=mask.data_ptr(), out=out.data_ptr(), item=item, numel=numel)
+    _run("mask_values", -(-numel // TILE), numel, 0, record)
     return out
 
 

@@ -1,7 +1,7 @@
 """Launches the Triton kernels of ``programs``, and serves them as operators on GPUs.
 
-Imported on the first call of an operator with a tensor of a GPU. No function here waits for the device, but those for
-samples whose bits lie there: the size of their codes is data.
+Imported on the first call of an operator with a tensor of a GPU. No function here waits for the device;
+small tables are sent to it once.
 
 A launch goes to the device of the tensor and to the stream that is current there, also in the thread of autograd. What
 a kernel does not know (other types, groups of more than ``LARGEST`` values) is left to the reference and noted.
@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,23 +24,11 @@ from .backends import note_fallback
 from .reference import channel_sizes, channel_step, group_bytes, groups_in_row, low_shape, row_bytes
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-SERVED = frozenset(
-    f"{verb}_{noun}"
-    for verbs, nouns in (
-        ("quantize dequantize", "groups blocks channels samples"),
-        ("pack unpack", "band uints taps"),
-        ("dequantize rebuild", "affine"),
-    )
-    for verb in verbs.split()
-    for noun in nouns.split()
-) | {"range_energy", "block_means", "spread_blocks"}
-"""The operators that have kernels here."""
-
 LARGEST = 1 << 14  # values of a group: more do not fit the registers of one program
 _TILE = 1024  # lanes of a program, of four values each
 _SIZE = 1024  # values of a program that knows no groups
 _MANY = (1 << 31) - 1 - LARGEST  # what 32-bit numbers inside a row, and programs of a launch, can count
-_NO_FRAME = (0,) * 16
+_NO_ROOM = 1 << 50
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Products and sums are rounded by themselves, as in the reference.
 _OPTIONS = {"enable_fp_fusion": False}
@@ -76,6 +63,24 @@ def magic(divisor: int) -> tuple[int, int]:
         return 0, 0
     shift = (divisor - 1).bit_length() - 1
     return _word(-(-(1 << (32 + shift)) // divisor)), shift
+
+
+@lru_cache
+def wide_magic(divisor: int) -> tuple[int, int]:
+    """``n // divisor == (n * m >> 64) >> s`` for 0 <= n < 2**63; (0, 0) for a divisor of 1."""
+    if divisor == 1:
+        return 0, 0
+    shift = (divisor - 1).bit_length() - 1
+    return -(-(1 << (64 + shift)) // divisor) - 2**64, shift
+
+
+def _channels(inner: int, channels: int) -> dict[str, int]:
+    """What leads from the place of a value to its channel: see ``programs._channel_at``."""
+    found = {"inner": inner, "channels": channels}
+    for name, number in list(found.items()):
+        found[f"m_{name}"], found[f"h_{name}"] = magic(number)
+        found[f"M_{name}"], found[f"H_{name}"] = wide_magic(number)
+    return found
 
 
 def _tile(n: int) -> tuple[int, int, int]:
@@ -156,19 +161,33 @@ class _Groups:
                     numbers["byte0"] = first * self.channels * size
                     tile = _tile(n)[0]
                     found.append(((blocks, -(-self.channels // tile)), n, numbers))
-            shared = {"count": 0, "per": 1, "row": self.row, "group": self.group, "per_row": 1, "row_bytes": 0}
+            shared = {
+                "count": 0,
+                "per": 1,
+                "m_per": 0,
+                "h_per": 0,
+                "row": self.row,
+                "group": self.group,
+                "per_row": 1,
+                "row_bytes": 0,
+            }
             shared["step"] = self.step
         else:
             rows, (full, rest) = self.numel // self.row, divmod(self.row, self.group)
             for first, per, n in ((0, full, self.group), (full, int(rest > 0), rest)):
                 if per:
                     numbers = {"count": rows * per, "per": per, "first": first, "n": n, "byte0": 0}
+                    numbers["m_per"], numbers["h_per"] = magic(per)
                     found.append(((-(-rows * per // _tile(n)[0]), 1), n, numbers))
             shared = {"row": self.row, "group": self.group, "per_row": groups_in_row(self.row, self.group), "step": 1}
             shared["row_bytes"] = row_bytes(self.row, self.group, self.bits) if self.bits else 0
             shared["full_bytes"] = group_bytes(self.group, self.bits) if self.bits else 0
         shared |= {"channels": self.channels, "inner": self.inner}
         return [(grid, n, {**shared, **numbers}) for grid, n, numbers in found]
+
+    def frame(self) -> tuple[int, ...]:
+        """How a place in a group of blocks by channels is divided by ``inner``."""
+        return (0, *magic(self.inner), *(0,) * 13)
 
     def markable(self) -> bool:
         """Whether every group begins on a byte of a mask, and its lanes are whole bytes of it."""
@@ -179,22 +198,36 @@ class _Means:
     """Block means of a tensor, as kernels for groups read them."""
 
     def __init__(self, low: Tensor, geometry: Sequence[int], block: int, row: int) -> None:
-        self.low, self.block = _raw(low), block
-        self.frame, self.flat, self.deep = _frame(tuple(geometry), block, row)
+        self.low, self.block, self.geometry, self.row = _raw(low), block, tuple(geometry), row
+        self.flat, self.deep = geometry[4] == 1, geometry[1] != 1
+
+    def unit(self, group: int, even: bool) -> int:
+        """How many neighbours have one place among the blocks, in all groups of a launch."""
+        whole = math.gcd(8, group, math.gcd(self.geometry[3], self.block) if self.flat else self.geometry[4])
+        return whole if even else 1
+
+    def frame(self, unit: int) -> tuple[int, ...]:
+        return _frame(self.geometry, self.block, self.row, unit)
 
 
 @lru_cache
-def _frame(geometry: tuple[int, ...], block: int, row: int) -> tuple[tuple[int, ...], bool, bool]:
-    """Divisors that lead from a place in a row to its block: see ``programs._mean_at``."""
+def _frame(geometry: tuple[int, ...], block: int, row: int, unit: int) -> tuple[int, ...]:
+    """Divisors that lead from a unit of a row to its block: see ``programs._mean_at``."""
     _, s1, s2, s3, inner = geometry
     _, b1, b2, b3, _ = low_shape(geometry, block)
     means = row // (s1 * s2 * s3 * inner) * (b1 * b2 * b3 * inner)
-    numbers = (means, *magic(inner), inner, *magic(s3), s3, *magic(s2), s2, *magic(s1), s1, b1, b2, b3)
-    return numbers, inner == 1, s1 != 1
+    s3, inner = (s3 // unit, 1) if inner == 1 else (s3, inner // unit)
+    return (means, *magic(inner), inner, *magic(s3), s3, *magic(s2), s2, *magic(s1), s1, b1, b2, b3)
 
 
-def _blocks_fit(numel: int, geometry: Sequence[int], row: int) -> bool:
-    return numel > 0 and math.prod(geometry) == numel and row > 0 and row % math.prod(geometry[1:]) == 0
+def _blocks_fit(numel: int, geometry: Sequence[int], block: int, row: int) -> bool:
+    return (
+        numel > 0
+        and math.prod(geometry) == numel
+        and row > 0
+        and row % math.prod(geometry[1:]) == 0
+        and math.prod(low_shape(geometry, block)) <= _MANY
+    )
 
 
 def _named(frame: tuple[int, ...]) -> dict[str, int]:
@@ -213,20 +246,23 @@ def _quantize(
     widths: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(sizes[1], dtype=torch.uint8, device=x.device)
+    room = torch.empty if starts is None else torch.zeros  # samples may leave bytes at the end
+    codes = room(sizes[1], dtype=torch.uint8, device=x.device)
     side = torch.empty(2 * sizes[0], dtype=torch.int16, device=x.device)
     table, marked = _table(levels), support is not None and groups.markable()
     for grid, n, numbers in groups.launches():
         tile, lane, warps = _tile(n)
+        unit = means.unit(groups.group, n == 4 * lane) if means else 1
         programs.quantize[grid](
             x_ptr=_raw(x), codes_ptr=codes, side_ptr=side.view(torch.int32), mask_ptr=support if marked else None,
             low_ptr=None if means is None else means.low, levels_ptr=table, widths_ptr=widths, starts_ptr=starts,
-            key_low=_word(key), key_high=_word(key >> 32), **numbers, **_named(means.frame if means else _NO_FRAME),
+            key_low=_word(key), key_high=_word(key >> 32), **numbers,
+            **_named(means.frame(unit) if means else groups.frame()),
             KIND=KINDS[x.dtype], BITS=groups.bits, POSITIVE=positive, MASK=marked,
             LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout, ONE=groups.one,
             BLOCK=means.block if means else 0, FLAT=means is not None and means.flat,
-            DEEP=means is not None and means.deep, EVEN=n == 4 * lane, QUAD=n % 4 == 0, GROUPS=tile, LANE=lane,
-            num_warps=warps, **_OPTIONS,
+            DEEP=means is not None and means.deep, UNIT=unit, EVEN=n == 4 * lane, QUAD=n % 4 == 0, GROUPS=tile,
+            LANE=lane, num_warps=warps, **_OPTIONS,
         )  # fmt: skip
     if support is not None and not marked:
         support.copy_(pack_band(x, 0.0, math.inf, False, True).view_as(support))
@@ -250,16 +286,17 @@ def _dequantize(
     scale, shift, other, mask = affine or (None, None, None, None)
     for grid, n, numbers in groups.launches():
         tile, lane, warps = _tile(n)
+        unit = means.unit(groups.group, n == 4 * lane) if means else 1
         programs.dequantize[grid](
             out_ptr=_raw(out), codes_ptr=codes, side_ptr=side.view(torch.int32), support_ptr=support,
             low_ptr=None if means is None else means.low, levels_ptr=levels, widths_ptr=widths, starts_ptr=starts,
             scale_ptr=scale, shift_ptr=shift, other_ptr=other, mask_ptr=mask,
             key_low=_word(key or 0), key_high=_word((key or 0) >> 32), **numbers,
-            **_named(means.frame if means else _NO_FRAME),
+            **_named(means.frame(unit) if means else groups.frame()),
             KIND=KINDS[dtype], BITS=groups.bits, SUPPORT=support is not None, DITHER=key is not None,
             LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout, ONE=groups.one,
             BLOCK=means.block if means else 0, FLAT=means is not None and means.flat,
-            DEEP=means is not None and means.deep, AFFINE=affine is not None, OTHER=other is not None,
+            DEEP=means is not None and means.deep, UNIT=unit, AFFINE=affine is not None, OTHER=other is not None,
             MASK=mask is not None, EVEN=n == 4 * lane, GROUPS=tile, LANE=lane, num_warps=warps, **_OPTIONS,
         )  # fmt: skip
     return out
@@ -340,7 +377,7 @@ def quantize_blocks(
     if (
         x.dtype not in KINDS
         or not x.is_contiguous()
-        or not _blocks_fit(numel, geometry, row)
+        or not _blocks_fit(numel, geometry, block, row)
         or not _groups_fit(numel, row, group, bits)
         or bits < 1
         or not _levels_fit(levels, bits)
@@ -374,7 +411,7 @@ def dequantize_blocks(
     numel = math.prod(geometry)
     if (
         dtype not in KINDS
-        or not _blocks_fit(numel, geometry, row)
+        or not _blocks_fit(numel, geometry, block, row)
         or not _groups_fit(numel, row, group, bits)
         or bits < 1
         or not _is(low, torch.bfloat16, math.prod(low_shape(geometry, block)))
@@ -497,36 +534,40 @@ def dequantize_affine(
         return _dequantize(codes, side, groups, torch.float32, support, None, key, affine=affine)
 
 
-def _samples(numel: int, bits: Tensor, group: int) -> tuple[list[int], int] | None:
-    """The bits of each sample and its values, or None if they do not fit. Waits for bits that lie on the device."""
+def _samples_fit(numel: int, bits: Tensor, group: int) -> bool:
     if bits.dtype != torch.uint8 or bits.dim() != 1 or not bits.numel() or numel % bits.numel() or not numel:
-        return None
-    widths: list[int] = bits.tolist()
-    row = numel // len(widths)
-    return (widths, row) if all(1 <= b <= 8 for b in widths) and _groups_fit(numel, row, group, 0) else None
+        return False
+    return _groups_fit(numel, numel // bits.numel(), group, 0)
 
 
-def _starts(widths: list[int], row: int, group: int, like: Tensor) -> tuple[Tensor, Tensor, int]:
-    """On the device: the bits of each sample, and where its codes begin; and the bytes of all codes."""
-    sizes = [row_bytes(row, group, width) for width in widths]
-    *starts, total = accumulate(sizes, initial=0)
-    device, later = like.device, like.device.type != "cpu"
-    tensors = (torch.tensor(widths, dtype=torch.uint8), torch.tensor(starts, dtype=torch.int64))
-    return (*(tensor.to(device, non_blocking=later) for tensor in tensors), total)  # type: ignore[return-value]
+@lru_cache(maxsize=1024)
+def _row_sizes(row: int, group: int, device: torch.device) -> Tensor:
+    """The bytes of a sample's codes by its bits; no bits would take more than there is room for."""
+    return torch.tensor([_NO_ROOM, *(row_bytes(row, group, bits) for bits in range(1, 9))], device=device)
+
+
+def _starts(bits: Tensor, row: int, group: int, room: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """On the device: the bits of each sample, and where its codes begin. The device stops if they find no room."""
+    bits = bits.to(like.device, non_blocking=like.device.type != "cpu")
+    sizes = _row_sizes(row, group, like.device)[bits.to(torch.int64)]
+    ends = sizes.cumsum(0)
+    torch.ops.aten._assert_async.msg(ends[-1] <= room, "lowtide: the codes of samples take more bytes than there are")
+    return bits, ends - sizes
 
 
 def quantize_samples(
-    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, support: Tensor | None = None
+    x: Tensor, bits: Tensor, size: int, group: int, key: int, positive: bool, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See the reference."""
-    numel, samples = x.numel(), _samples(x.numel(), bits, group)
-    if samples is None or x.dtype not in KINDS or not x.is_contiguous() or not _support_fits(support, positive, numel):
-        found: tuple[Tensor, Tensor] = _refer("quantize_samples", x, bits, group, key, positive, support)
+    """See the reference. Bits are not read from the device."""
+    numel = x.numel()
+    fit = _samples_fit(numel, bits, group) and x.is_contiguous() and _support_fits(support, positive, numel)
+    if not fit or x.dtype not in KINDS:
+        found: tuple[Tensor, Tensor] = _refer("quantize_samples", x, bits, size, group, key, positive, support)
         return found
     with _guard(x):
-        widths, row = samples
-        own, starts, total = _starts(widths, row, group, x)
-        sizes = (len(widths) * groups_in_row(row, group), total)
+        row = numel // bits.numel()
+        own, starts = _starts(bits, row, group, size, x)
+        sizes = (bits.numel() * groups_in_row(row, group), size)
         groups = _Groups(numel, row, group, 0)
         return _quantize(x, groups, sizes, key, positive, None, support, widths=own, starts=starts)
 
@@ -534,13 +575,12 @@ def quantize_samples(
 def dequantize_samples(
     codes: Tensor, side: Tensor, bits: Tensor, numel: int, group: int, dtype: torch.dtype, support: Tensor | None
 ) -> Tensor:
-    """See the reference."""
-    samples = _samples(numel, bits, group)
-    if samples is not None and dtype in KINDS:
-        widths, row = samples
+    """See the reference. Bits are not read from the device."""
+    if dtype in KINDS and _samples_fit(numel, bits, group):
+        row = numel // bits.numel()
         with _guard(codes):
-            own, starts, total = _starts(widths, row, group, codes)
-            if _packed_fit(codes, side, support, numel, (len(widths) * groups_in_row(row, group), total)):
+            if _packed_fit(codes, side, support, numel, (bits.numel() * groups_in_row(row, group), codes.numel())):
+                own, starts = _starts(bits, row, group, codes.numel(), codes)
                 groups = _Groups(numel, row, group, 0)
                 return _dequantize(codes, side, groups, dtype, support, None, None, widths=own, starts=starts)
     found: Tensor = _refer("dequantize_samples", codes, side, bits, numel, group, dtype, support)
@@ -568,34 +608,75 @@ def range_energy(x: Tensor, row: int, group: int, positive: bool) -> Tensor:
         return out
 
 
+def _cast_fits(numel: int, row: int, group: int, dtype: torch.dtype, small: torch.dtype) -> bool:
+    return dtype in KINDS and small in (torch.float8_e4m3fn, torch.float8_e5m2) and _groups_fit(numel, row, group, 0)
+
+
+def _cast(program: Any, source: Tensor, out: Tensor, scale: Tensor, row: int, group: int, **constants: Any) -> None:
+    for (size, _), n, numbers in _Groups(source.numel(), row, group, 0).launches():
+        tile, lane, warps = _tile(n)
+        used = {name: numbers[name] for name in ("count", "per", "first", "row", "group", "n", "per_row")}
+        program[(size,)](
+            source, out, scale, **used, **constants, GROUPS=tile, SIZE=4 * lane, num_warps=warps, **_OPTIONS
+        )
+
+
 def cast_groups(
     x: Tensor, row: int, group: int, dtype: torch.dtype, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See the reference, which serves it."""
-    found: tuple[Tensor, Tensor] = _refer("cast_groups", x, row, group, dtype, scale)
-    return found
+    """See the reference."""
+    numel = x.numel()
+    fits = x.is_contiguous() and _cast_fits(numel, row, group, x.dtype, dtype)
+    if not fits or (scale is not None and not _is(scale, torch.float32, 1)):
+        found: tuple[Tensor, Tensor] = _refer("cast_groups", x, row, group, dtype, scale)
+        return found
+    with _guard(x):
+        out = torch.empty(numel, dtype=dtype, device=x.device)
+        if scale is None:
+            scales = torch.empty(numel // row * groups_in_row(row, group), dtype=torch.bfloat16, device=x.device)
+        else:
+            scales = scale.reshape(1).clone()
+        constants = {"KIND": KINDS[x.dtype], "E5M2": dtype == torch.float8_e5m2, "SHARED": scale is not None}
+        _cast(programs.cast, _raw(x), out.view(torch.uint8), _raw(scales), row, group, **constants)
+        return out, scales
 
 
 def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: torch.dtype) -> Tensor:
-    """See the reference, which serves it."""
-    found: Tensor = _refer("uncast_groups", values, scale, row, group, dtype)
-    return found
+    """See the reference."""
+    numel = values.numel()
+    shared = _is(scale, torch.float32, 1)
+    fits = values.is_contiguous() and _cast_fits(numel, row, group, dtype, values.dtype)
+    if not fits or not (shared or _is(scale, torch.bfloat16, numel // row * groups_in_row(row, group))):
+        found: Tensor = _refer("uncast_groups", values, scale, row, group, dtype)
+        return found
+    with _guard(values):
+        out = torch.empty(numel, dtype=dtype, device=values.device)
+        constants = {"KIND": KINDS[dtype], "E5M2": values.dtype == torch.float8_e5m2, "SHARED": shared}
+        _cast(programs.uncast, values.view(torch.uint8), _raw(out), _raw(scale), row, group, **constants)
+        return out
 
 
 def _means_of(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype, nan: bool) -> Tensor:
     _, s1, s2, s3, inner = geometry
     shape = low_shape(geometry, block)
     low = torch.empty(math.prod(shape), dtype=dtype, device=x.device)
+    unit = math.gcd(s3, block, 16 // x.element_size()) if s1 == inner == 1 and block <= 8 else 1
+    numbers = {"blocks": low.numel(), "inner": inner, "units": s3 // unit}
+    numbers["m_inner"], numbers["h_inner"] = magic(inner)
+    for i, (size, count) in enumerate(zip((s1, s2, s3), shape[1:4], strict=True), 1):
+        numbers |= {f"s{i}": size, f"b{i}": count}
+        numbers[f"m{i}"], numbers[f"h{i}"] = magic(count)
     programs.means[(-(-low.numel() // 128),)](
-        _raw(x), _raw(low), low.numel(), s1, s2, s3, *shape[1:4], inner, KIND=KINDS[x.dtype], OUT=KINDS[dtype],
-        NAN=nan, BLOCK=block, DEEP=s1 != 1, SIZE=128, **_OPTIONS,
+        _raw(x), _raw(low), **numbers, KIND=KINDS[x.dtype], OUT=KINDS[dtype], NAN=nan, BLOCK=block, DEEP=s1 != 1,
+        UNIT=unit, SIZE=128, **_OPTIONS,
     )  # fmt: skip
     return low
 
 
 def block_means(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
     """See the reference."""
-    fits = x.is_contiguous() and x.numel() and math.prod(geometry) == x.numel() and block > 0
+    fits = x.is_contiguous() and x.numel() > 0 and math.prod(geometry) == x.numel() and block > 0
+    fits = fits and math.prod(low_shape(geometry, block)) <= _MANY
     if x.dtype not in KINDS or dtype not in KINDS or not fits:
         found: Tensor = _refer("block_means", x, geometry, block, dtype)
         return found
@@ -612,11 +693,10 @@ def spread_blocks(low: Tensor, geometry: Sequence[int], block: int, dtype: torch
         return found
     with _guard(low):
         out = torch.empty(numel, dtype=dtype, device=low.device)
-        frame, flat, deep = _frame(tuple(geometry), block, sample)
-        numbers = _named(frame)
+        numbers = _named(_frame(tuple(geometry), block, sample, 1))
         programs.spread[(-(-sample // _SIZE), geometry[0])](
             _raw(low), _raw(out), sample, numbers.pop("f0"), **numbers, KIND=KINDS[low.dtype], OUT=KINDS[dtype],
-            BLOCK=block, FLAT=flat, DEEP=deep, SIZE=_SIZE, **_OPTIONS,
+            BLOCK=block, FLAT=geometry[4] == 1, DEEP=geometry[1] != 1, SIZE=_SIZE, **_OPTIONS,
         )  # fmt: skip
         return out
 
@@ -641,10 +721,11 @@ def rebuild_affine(
         _refer("rebuild_affine", x, geometry, scale, shift, other, support)
         return
     with _guard(x):
-        programs.affine[(-(-numel // _SIZE),)](
-            _raw(x), scale, shift, None if other is None else _raw(other), support, numel, inner, *magic(inner),
-            channels, *magic(channels), KIND=KINDS[x.dtype], OTHER=other is not None, SUPPORT=support is not None,
-            SIZE=_SIZE, **_OPTIONS,
+        unit = math.gcd(inner, 16 // x.element_size())
+        programs.affine[(-(-numel // (2 * _SIZE)),)](
+            _raw(x), scale, shift, None if other is None else _raw(other), support, numel,
+            **_channels(inner // unit, channels), KIND=KINDS[x.dtype], OTHER=other is not None,
+            SUPPORT=support is not None, UNIT=unit, SIZE=2 * _SIZE, **_OPTIONS,
         )  # fmt: skip
 
 
@@ -691,6 +772,24 @@ def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, out
         return out
 
 
+def mask_values(x: Tensor, mask: Tensor) -> Tensor:
+    """See the reference."""
+    numel = x.numel()
+    if (
+        x.dtype.itemsize not in (2, 4)
+        or not numel
+        or not x.is_contiguous()
+        or not _is(mask, torch.uint8, -(-numel // 8))
+    ):
+        found: Tensor = _refer("mask_values", x, mask)
+        return found
+    with _guard(x):
+        out = torch.empty_like(x)
+        source, target = (t.view(_INTS[x.dtype.itemsize]) for t in (x, out))
+        programs.mask_values[(-(-numel // _SIZE),)](source, mask, target, numel, SIZE=_SIZE, **_OPTIONS)
+        return out
+
+
 def _integers(dtype: torch.dtype) -> bool:
     return dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -731,8 +830,8 @@ def unpack_uints(packed: Tensor, numel: int, bits: int, offset: int, dtype: torc
 def _windows_fit(numel: int, starts: Tensor, inner: int, taps: Tensor, bits: int) -> bool:
     return (
         numel > 0
-        and inner > 0
-        and starts.numel() > 0
+        and 0 < inner <= _MANY
+        and 0 < starts.numel() <= _MANY
         and numel % (starts.numel() * inner) == 0
         and starts.dtype == taps.dtype == torch.int64
         and starts.is_contiguous()
@@ -752,8 +851,8 @@ def pack_taps(x: Tensor, starts: Tensor, inner: int, taps: Tensor, size: int, bi
         out = torch.empty(-(-numel * bits // 8), dtype=torch.uint8, device=x.device)
         none = torch.zeros((), dtype=torch.int64, device=x.device)
         programs.pack_taps[(-(-out.numel() // (128 * bits)),)](
-            x, starts, taps, out, none, numel, starts.numel(), inner, taps.numel(), size, BITS=bits, SIZE=128 * bits,
-            **_OPTIONS,
+            x, starts, taps, out, none, numel, taps=taps.numel(), size=size, **_channels(inner, starts.numel()),
+            BITS=bits, SIZE=128 * bits, **_OPTIONS,
         )  # fmt: skip
         return out, none
 
@@ -767,6 +866,6 @@ def unpack_taps(packed: Tensor, numel: int, starts: Tensor, inner: int, taps: Te
     with _guard(packed):
         out = torch.empty(numel, dtype=torch.int64, device=packed.device)
         programs.unpack_taps[(-(-numel // _SIZE),)](
-            packed, starts, taps, out, numel, starts.numel(), inner, BITS=bits, SIZE=_SIZE, **_OPTIONS
+            packed, starts, taps, out, numel, **_channels(inner, starts.numel()), BITS=bits, SIZE=_SIZE, **_OPTIONS
         )  # fmt: skip
         return out

@@ -314,6 +314,17 @@ class PackBand(NamedTuple):
     """1 if NaN lies in the band."""
 
 
+class MaskValues(NamedTuple):
+    """An item is a tile."""
+
+    x: int
+    mask: int
+    out: int
+    item: int
+    """Bytes of a value."""
+    numel: int
+
+
 class UnpackBand(NamedTuple):
     """An item is a tile."""
 

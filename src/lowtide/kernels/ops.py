@@ -29,6 +29,7 @@ __all__ = [
     "group_bytes",
     "groups_in_row",
     "low_shape",
+    "mask_values",
     "pack_band",
     "pack_taps",
     "pack_uints",
@@ -60,7 +61,7 @@ SCHEMAS = {
     " Tensor? levels=None, Tensor(a!)? support=None) -> (Tensor, Tensor)",
     "dequantize_channels": "(Tensor codes, Tensor side, int[] geometry, int group, int bits, ScalarType dtype,"
     " Tensor? support, Tensor? levels=None, int? key=None) -> Tensor",
-    "quantize_samples": "(Tensor x, Tensor bits, int group, int key, bool positive,"
+    "quantize_samples": "(Tensor x, Tensor bits, int size, int group, int key, bool positive,"
     " Tensor(a!)? support=None) -> (Tensor, Tensor)",
     "dequantize_samples": "(Tensor codes, Tensor side, Tensor bits, int numel, int group, ScalarType dtype,"
     " Tensor? support) -> Tensor",
@@ -75,6 +76,7 @@ SCHEMAS = {
     " Tensor? support) -> ()",
     "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
     "unpack_band": "(Tensor mask, int numel, ScalarType dtype, float inside, float outside) -> Tensor",
+    "mask_values": "(Tensor x, Tensor mask) -> Tensor",
     "pack_uints": "(Tensor x, int offset, int bits) -> Tensor",
     "unpack_uints": "(Tensor packed, int numel, int bits, int offset, ScalarType dtype) -> Tensor",
     "pack_taps": "(Tensor x, Tensor starts, int inner, Tensor taps, int size, int bits) -> (Tensor, Tensor)",
@@ -160,9 +162,8 @@ def _fake_dequantize_channels(
 
 @_fake
 def _fake_quantize_samples(
-    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, support: Tensor | None = None
+    x: Tensor, bits: Tensor, size: int, group: int, key: int, positive: bool, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size()  # the bits are data
     row = x.numel() // max(1, bits.numel())
     words = bits.numel() * groups_in_row(row, group) * 2
     return x.new_empty(size, dtype=torch.uint8), x.new_empty(words, dtype=torch.int16)
@@ -289,6 +290,11 @@ def _fake_unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: floa
 
 
 @_fake
+def _fake_mask_values(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_fake
 def _fake_pack_uints(x: Tensor, offset: int, bits: int) -> Tensor:
     return x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
 
@@ -326,6 +332,7 @@ rebuild_affine: Callable[..., None] = _namespace.rebuild_affine.default
 dequantize_affine: Callable[..., Tensor] = _namespace.dequantize_affine.default
 pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default
 unpack_band: Callable[[Tensor, int, torch.dtype, float, float], Tensor] = _namespace.unpack_band.default
+mask_values: Callable[[Tensor, Tensor], Tensor] = _namespace.mask_values.default
 pack_uints: Callable[[Tensor, int, int], Tensor] = _namespace.pack_uints.default
 unpack_uints: Callable[[Tensor, int, int, int, torch.dtype], Tensor] = _namespace.unpack_uints.default
 pack_taps: Callable[..., tuple[Tensor, Tensor]] = _namespace.pack_taps.default

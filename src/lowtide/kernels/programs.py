@@ -1,18 +1,24 @@
 """The kernels for GPUs, in Triton: the bytes of ``reference``. ``gpu`` launches them.
 
 What makes the bytes the same on every device
-    Integers alone decide ranges (the least and the greatest of integers that sort as floats do, so no rule for NaN
-    matters), directed rounding, random numbers, codes, and the rounding to bfloat16.
-    Floats meet six operations only, which IEEE 754 rounds correctly: ``+``, ``-``, ``*``, ``div_rn``, a comparison and
+    Integers alone decide directed rounding, random numbers, codes, and the rounding to bfloat16 and to 8-bit floats.
+    Ranges are the least and the greatest of four strips as floats, of which NaN makes NaN, then of integers that sort
+    as floats do: NaN of either sign lies beyond an infinity, and which zero is the smaller does not matter.
+    Floats meet six operations else, which IEEE 754 rounds correctly: ``+``, ``-``, ``*``, ``div_rn``, a comparison and
     the conversion to float16. No sum of floats is a ``tl.sum``: order is part of the format. Products and sums must
-    not be fused,
-    so every launch says ``enable_fp_fusion=False``; ``benchmarks/gpu_aot.py`` looks for it in machine code.
+    not be fused, so every launch says ``enable_fp_fusion=False``; ``benchmarks/gpu_aot.py`` looks for it in machine
+    code.
 
 How a group is held
     Its ``n`` values are four strips of ``lane = ceil(n / 4)``, because one hash serves four values that lie ``lane``
     apart. A plane of 2 bits has byte ``j`` for the four values of lane ``j``, for any ``n``; planes of 4 and 8 bits
     are made of whole strips if four divides ``n``, and one of 1 bit if lanes are a power of two. Otherwise ``_gather``
     reads the values again, from cache, in the order of the plane.
+
+What neighbours share
+    Work by value is what a kernel costs. So places among blocks and channels are found for units of up to eight
+    neighbours that share them (UNIT), bits of masks are read as whole bytes, and no division is by a number that is
+    not known: ``_over`` multiplies.
 
 Values ``raw`` of bfloat16 are passed as 16-bit integers. Names in capitals are compiled in.
 """
@@ -30,9 +36,10 @@ tl: Any = import_module("triton.language")
 
 # Numbers for which no program of its own is made: keys change with each call, and a size of 1 is no constant here.
 FRAME = [f"f{i}" for i in range(16)]
-GENERAL = ["key_low", "key_high", "byte0", *FRAME]
-SIZES = ["s1", "s2", "s3", "b1", "b2", "b3", "inner", "blocks"]
-MAGIC = ["m_inner", "h_inner", "channels", "m_channels", "h_channels", "inner"]
+GENERAL = ["key_low", "key_high", "byte0", "m_per", "h_per", *FRAME]
+MAGIC = [first + last for first in ("", "m_", "h_", "M_", "H_") for last in ("inner", "channels")]
+BLOCKS = [f"{a}{b}" for a in "sbmh" for b in "123"]
+SIZES = [*BLOCKS, "inner", "m_inner", "h_inner", "blocks", "units"]
 
 
 # ---------------------------------------------------------------- numbers
@@ -82,7 +89,7 @@ def _nearest(x):
     """The bits of the nearest bfloat16, ties to even; any NaN is 0x7FC0."""
     b = _bits(x)
     word = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
-    return tl.where((b & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, word)
+    return tl.where(x != x, 0x7FC0, word)
 
 
 @triton.jit
@@ -100,16 +107,19 @@ def _narrow(x, KIND: tl.constexpr):
 
 @triton.jit
 def _over(n, magic, shift):
-    """``n // d`` of 0 <= n < 2**31 by a multiplication; ``gpu.magic`` makes both numbers. A magic of 0 stands for 1."""
-    return tl.where(magic == 0, n, tl.umulhi(n, magic.to(tl.uint32)) >> shift.to(tl.uint32))
+    """``n // d`` of 0 <= n < 2**31 by a multiplication; ``gpu.magic`` makes both numbers. A magic of 0 stands for 1.
+
+    With 64 bits for 32, ``n`` may have 63.
+    """
+    return tl.where(magic == 0, n, tl.umulhi(n, magic.to(tl.int64).to(n.dtype)) >> shift.to(n.dtype))
 
 
 # ---------------------------------------------------------------- places
 
 
 @triton.jit
-def _place(per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0, LAYOUT: tl.constexpr,
-           GROUPS: tl.constexpr, count):  # fmt: skip
+def _place(per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0,
+           LAYOUT: tl.constexpr, GROUPS: tl.constexpr, count):  # fmt: skip
     """Of each group here: does it exist, number, row (or channel), first value, the same in its row, first byte.
 
     LAYOUT 0 has rows without a short group, 1 rows of any kind, 2 blocks of ``step`` outer indices by channels.
@@ -126,7 +136,7 @@ def _place(per, first, row, group, per_row, row_bytes, full_bytes, channels, inn
     else:
         o = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
         live = o < count
-        r = o // per
+        r = _over(o.to(tl.uint32), m_per, h_per).to(tl.int32)
         g = o - r * per + first
         within = g * group
         if LAYOUT == 0:
@@ -141,13 +151,14 @@ def _place(per, first, row, group, per_row, row_bytes, full_bytes, channels, inn
 
 
 @triton.jit
-def _ahead(e, hop, inner, LAYOUT: tl.constexpr, ONE: tl.constexpr):
-    """How far value ``e`` of a group lies behind its first."""
+def _ahead(e, hop, inner, frame, LAYOUT: tl.constexpr, ONE: tl.constexpr):
+    """How far value ``e`` of a group lies behind its first; ``inner`` is divided by as in ``_mean_at``."""
     if LAYOUT == 2:
         if ONE:
             at = e.to(tl.int64) * hop
         else:
-            at = (e // inner).to(tl.int64) * hop + e % inner
+            line = _over(e.to(tl.uint32), frame[1], frame[2]).to(tl.int32)
+            at = line.to(tl.int64) * hop + (e - line * inner)
     else:
         at = e
     return at
@@ -155,8 +166,12 @@ def _ahead(e, hop, inner, LAYOUT: tl.constexpr, ONE: tl.constexpr):
 
 @triton.jit
 def _mean_at(at, inside, low_ptr, start, frame, KIND: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr,
-             DEEP: tl.constexpr):  # fmt: skip
-    """The mean of the block in which value ``at`` of a row lies; FLAT says that inner is 1, DEEP that s1 is not."""
+             DEEP: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+    """The means of the blocks in which the UNIT values of unit ``at`` of a row lie, side by side.
+
+    FLAT says that inner is 1, DEEP that s1 is not. A unit lies in one block, or in UNIT of them that are neighbours;
+    the frame counts in units.
+    """
     at = at.to(tl.uint32)
     inner = frame[3].to(tl.uint32)
     if FLAT:
@@ -173,10 +188,42 @@ def _mean_at(at, inside, low_ptr, start, frame, KIND: tl.constexpr, BLOCK: tl.co
         plane = _over(o, frame[10], frame[11])
         c1 = o - plane * frame[12].to(tl.uint32)
         o = plane * frame[13].to(tl.uint32) + c1 // BLOCK
-    index = (o * frame[14].to(tl.uint32) + c2 // BLOCK) * frame[15].to(tl.uint32) + c3 // BLOCK
-    if not FLAT:
-        index = index * inner + i
-    return _widen(tl.load(low_ptr + (start + index.to(tl.int64)), mask=inside, other=0), KIND)
+    if FLAT:
+        c3 = c3 // (BLOCK // UNIT)
+    else:
+        c3 = c3 // BLOCK
+    index = (o * frame[14].to(tl.uint32) + c2 // BLOCK) * frame[15].to(tl.uint32) + c3
+    if UNIT == 1:
+        if not FLAT:
+            index = index * inner + i
+        mean = _widen(tl.load(low_ptr + (start + index.to(tl.int64)), mask=inside, other=0), KIND)
+    else:
+        G: tl.constexpr = at.shape[0]
+        U: tl.constexpr = at.shape[1]
+        if FLAT:
+            mean = _widen(tl.load(low_ptr + (start + index.to(tl.int64)), mask=inside, other=0), KIND)
+            mean = tl.broadcast_to(mean[:, :, None], (G, U, UNIT))
+        else:
+            index = (start + (index * inner + i).to(tl.int64) * UNIT)[:, :, None] + tl.arange(0, UNIT)[None, None, :]
+            mean = _widen(tl.load(low_ptr + index, mask=inside[:, :, None], other=0), KIND)
+        mean = tl.reshape(mean, (G, U * UNIT))
+    return mean
+
+
+@triton.jit
+def _bits_at(mask_ptr, pid, numel, SIZE: tl.constexpr):
+    """The bits of the values of a program, SIZE of them; 0 or 1 each."""
+    at = pid * (SIZE // 8) + tl.arange(0, SIZE // 8)
+    byte = tl.load(mask_ptr + at, mask=at * 8 < numel, other=0).to(tl.uint32)
+    return tl.reshape((byte[:, None] >> tl.arange(0, 8).to(tl.uint32)[None, :]) & 1, (SIZE,))
+
+
+@triton.jit
+def _bits_of(bytes_ptr, first, live, GROUPS: tl.constexpr, LANE: tl.constexpr):
+    """LANE bits of a mask for each group, of which ``first`` is the first byte; 0 or 1 each."""
+    byte = tl.load(bytes_ptr + first[:, None] + tl.arange(0, LANE // 8)[None, :], mask=live[:, None], other=0)
+    bits = (byte.to(tl.uint32)[:, :, None] >> tl.arange(0, 8).to(tl.uint32)[None, None, :]) & 1
+    return tl.reshape(bits, (GROUPS, LANE))
 
 
 # ---------------------------------------------------------------- one group
@@ -235,23 +282,34 @@ def _between(s, levels_ptr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _code(x, threshold, some, low, inverse, bits, levels_ptr, LEVELS: tl.constexpr):
+def _code(x, threshold, low, inverse, bits, levels_ptr, LEVELS: tl.constexpr):
     s = (x - low[:, None]) * inverse[:, None]
     if LEVELS > 0:
         s = _between(s, levels_ptr, LEVELS)
-    code = (_bits(s + threshold) >> (23 - bits)) & ((1 << bits) - 1)
-    return tl.where(some, code, 0)
+    return (_bits(s + threshold) >> (23 - bits)) & ((1 << bits) - 1)
 
 
 @triton.jit
-def _strip(x_ptr, low_ptr, value, start, within, e, inside, frame, hop, inner, KIND: tl.constexpr, LAYOUT: tl.constexpr,
-           ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr):  # fmt: skip
+def _lower(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _upper(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _strip(x_ptr, low_ptr, value, start, within, e, u, inside, units, frame, hop, inner, KIND: tl.constexpr,
+           LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr,
+           UNIT: tl.constexpr):  # fmt: skip
     """Values ``e`` of each group as they are coded, and which of the tensor's own are above zero or NaN."""
-    at = value[:, None] + _ahead(e, hop, inner, LAYOUT, ONE)[None, :]
+    at = value[:, None] + _ahead(e, hop, inner, frame, LAYOUT, ONE)[None, :]
     x = _widen(tl.load(x_ptr + at, mask=inside, other=0), KIND)
     keep = ~(x <= 0.0)
     if BLOCK > 0:
-        mean = _mean_at(within[:, None] + e[None, :], inside, low_ptr, start[:, None], frame, 1, BLOCK, FLAT, DEEP)
+        at = (within // UNIT)[:, None] + u[None, :]
+        mean = _mean_at(at, units, low_ptr, start[:, None], frame, 1, BLOCK, FLAT, DEEP, UNIT)
         x = x - tl.where((_bits(mean) & 0x7F800000) == 0x7F800000, float("inf"), mean)
     return x, keep
 
@@ -268,12 +326,12 @@ def _here(e, live, n, lane, j, EVEN: tl.constexpr):
 @triton.jit(do_not_specialize=GENERAL)
 def quantize(
     x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr,
-    count, per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
+    count, per, m_per, h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
     channels, inner, step, byte0,
     f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15,
     KIND: tl.constexpr, BITS: tl.constexpr, POSITIVE: tl.constexpr, MASK: tl.constexpr, LEVELS: tl.constexpr,
     LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr,
-    EVEN: tl.constexpr, QUAD: tl.constexpr, GROUPS: tl.constexpr, LANE: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, QUAD: tl.constexpr, GROUPS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Codes and side words of GROUPS groups of ``n`` values; BITS 0 takes the bits of each row from memory.
 
@@ -282,8 +340,9 @@ def quantize(
     """
     frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
     live, number, r, value, within, byte = _place(
-        per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0, LAYOUT, GROUPS, count
-    )
+        per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0, LAYOUT,
+        GROUPS, count,
+    )  # fmt: skip
     if BITS == 0:
         widths = tl.load(widths_ptr + r, mask=live, other=1).to(tl.uint32)
         bits = widths[:, None]
@@ -304,38 +363,59 @@ def quantize(
     e0, e1, e2, e3 = j, lane + j, 2 * lane + j, 3 * lane + j
     in0, in1 = _here(e0, live, n, lane, j, EVEN), _here(e1, live, n, lane, j, EVEN)
     in2, in3 = _here(e2, live, n, lane, j, EVEN), _here(e3, live, n, lane, j, EVEN)
+    u0, u1, u2, u3, un0, un1, un2, un3 = e0, e1, e2, e3, in0, in1, in2, in3
+    if UNIT > 1:
+        u0 = tl.arange(0, LANE // UNIT)
+        u1, u2, u3 = u0 + LANE // UNIT, u0 + 2 * (LANE // UNIT), u0 + 3 * (LANE // UNIT)
+        un0 = tl.broadcast_to(live[:, None], (GROUPS, LANE // UNIT))
+        un1, un2, un3 = un0, un0, un0
     x0, k0 = _strip(
-        x_ptr, low_ptr, value, start, within, e0, in0, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT, DEEP
-    )
+        x_ptr, low_ptr, value, start, within, e0, u0, in0, un0, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT,
+        DEEP, UNIT,
+    )  # fmt: skip
     x1, k1 = _strip(
-        x_ptr, low_ptr, value, start, within, e1, in1, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT, DEEP
-    )
+        x_ptr, low_ptr, value, start, within, e1, u1, in1, un1, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT,
+        DEEP, UNIT,
+    )  # fmt: skip
     x2, k2 = _strip(
-        x_ptr, low_ptr, value, start, within, e2, in2, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT, DEEP
-    )
+        x_ptr, low_ptr, value, start, within, e2, u2, in2, un2, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT,
+        DEEP, UNIT,
+    )  # fmt: skip
     x3, k3 = _strip(
-        x_ptr, low_ptr, value, start, within, e3, in3, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT, DEEP
-    )
-    if POSITIVE:
-        r0, r1, r2, r3 = in0 & k0, in1 & k1, in2 & k2, in3 & k3
-    else:
-        r0, r1, r2, r3 = in0, in1, in2, in3
-    o0, o1, o2, o3 = _order(x0), _order(x1), _order(x2), _order(x3)
-    least = tl.minimum(tl.minimum(tl.where(r0, o0, 0x7FFFFFFF), tl.where(r1, o1, 0x7FFFFFFF)),
-                       tl.minimum(tl.where(r2, o2, 0x7FFFFFFF), tl.where(r3, o3, 0x7FFFFFFF)))  # fmt: skip
-    most = tl.maximum(tl.maximum(tl.where(r0, o0, -0x80000000), tl.where(r1, o1, -0x80000000)),
-                      tl.maximum(tl.where(r2, o2, -0x80000000), tl.where(r3, o3, -0x80000000)))  # fmt: skip
-    side, low, inverse, coded, only = _fit(tl.min(least, 1), tl.max(most, 1), top)
+        x_ptr, low_ptr, value, start, within, e3, u3, in3, un3, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT,
+        DEEP, UNIT,
+    )  # fmt: skip
+    if MASK:  # lanes are a multiple of eight, and every group begins on a byte of the mask
+        _mark(mask_ptr, value, 0, lane, k0, live, GROUPS, LANE)
+        _mark(mask_ptr, value, 1, lane, k1, live, GROUPS, LANE)
+        _mark(mask_ptr, value, 2, lane, k2, live, GROUPS, LANE)
+        _mark(mask_ptr, value, 3, lane, k3, live, GROUPS, LANE)
+    a0, a1, a2, a3, b0, b1, b2, b3 = x0, x1, x2, x3, x0, x1, x2, x3
+    if POSITIVE or not EVEN:
+        if not POSITIVE:
+            r0, r1, r2, r3 = in0, in1, in2, in3
+        elif EVEN:
+            r0, r1, r2, r3 = k0, k1, k2, k3
+        else:
+            r0, r1, r2, r3 = in0 & k0, in1 & k1, in2 & k2, in3 & k3
+        up, down = float("inf"), float("-inf")
+        a0, a1, a2, a3 = tl.where(r0, x0, up), tl.where(r1, x1, up), tl.where(r2, x2, up), tl.where(r3, x3, up)
+        b0, b1, b2, b3 = tl.where(r0, x0, down), tl.where(r1, x1, down), tl.where(r2, x2, down), tl.where(r3, x3, down)
+    least, most = _lower(_lower(a0, a1), _lower(a2, a3)), _upper(_upper(b0, b1), _upper(b2, b3))
+    side, low, inverse, coded, only = _fit(tl.min(_order(least), 1), tl.max(_order(most), 1), top)
     tl.store(side_ptr + number, side, mask=live)
 
     h = _hash(number, key_low, key_high)
     base = ((127 + widths) << 23) | (_mix(h ^ 0x5BD1E995) >> (17 + widths))
     word = _mix(h[:, None] + j.to(tl.uint32)[None, :] * 0x9E3779B9)
-    some = coded[:, None]
-    c0 = _code(x0, _threshold(word, 0, base, bits), some & in0, low, inverse, bits, levels_ptr, LEVELS)
-    c1 = _code(x1, _threshold(word, 8, base, bits), some & in1, low, inverse, bits, levels_ptr, LEVELS)
-    c2 = _code(x2, _threshold(word, 16, base, bits), some & in2, low, inverse, bits, levels_ptr, LEVELS)
-    c3 = _code(x3, _threshold(word, 24, base, bits), some & in3, low, inverse, bits, levels_ptr, LEVELS)
+    every = tl.where(coded, 0xFF, 0).to(tl.uint32)[:, None]  # of the first strip here, of others where they are packed
+    c0 = _code(x0, _threshold(word, 0, base, bits), low, inverse, bits, levels_ptr, LEVELS) & every
+    c1 = _code(x1, _threshold(word, 8, base, bits), low, inverse, bits, levels_ptr, LEVELS)
+    c2 = _code(x2, _threshold(word, 16, base, bits), low, inverse, bits, levels_ptr, LEVELS)
+    c3 = _code(x3, _threshold(word, 24, base, bits), low, inverse, bits, levels_ptr, LEVELS)
+    if not EVEN:
+        c0, c1 = tl.where(in0, c0, 0), tl.where(in1, c1, 0)
+        c2, c3 = tl.where(in2, c2, 0), tl.where(in3, c3, 0)
     c0 = c0 | tl.where(j[None, :] == 0, only[:, None], 0)
 
     at = codes_ptr + byte[:, None]
@@ -345,14 +425,14 @@ def quantize(
     if BITS == 0 or BITS == 8:
         has = (bits & 8) != 0
         tl.store(at + e0[None, :], c0.to(tl.uint8), mask=in0 & has)
-        tl.store(at + e1[None, :], c1.to(tl.uint8), mask=in1 & has)
-        tl.store(at + e2[None, :], c2.to(tl.uint8), mask=in2 & has)
-        tl.store(at + e3[None, :], c3.to(tl.uint8), mask=in3 & has)
+        tl.store(at + e1[None, :], (c1 & every).to(tl.uint8), mask=in1 & has)
+        tl.store(at + e2[None, :], (c2 & every).to(tl.uint8), mask=in2 & has)
+        tl.store(at + e3[None, :], (c3 & every).to(tl.uint8), mask=in3 & has)
     if BITS == 0 or (BITS & 4) != 0:  # the first plane, for no width has 8 bits and 4
         has = (bits & 4) != 0
         if QUAD:
-            tl.store(at + j[None, :], ((c0 & 15) | ((c2 & 15) << 4)).to(tl.uint8), mask=rows & has)
-            tl.store(at + lane + j[None, :], ((c1 & 15) | ((c3 & 15) << 4)).to(tl.uint8), mask=rows & has)
+            tl.store(at + j[None, :], ((c0 & 15) | (((c2 & 15) << 4) & every)).to(tl.uint8), mask=rows & has)
+            tl.store(at + lane + j[None, :], (((c1 & 15) | ((c3 & 15) << 4)) & every).to(tl.uint8), mask=rows & has)
         else:
             _gather(at, x_ptr, low_ptr, levels_ptr, value, start, within, live, n, lane, frame, hop, inner, h, base,
             low,
@@ -362,16 +442,16 @@ def quantize(
         has = (bits & 2) != 0
         down = bits & 4
         plane = ((n + 1) // 2) * ((bits & 4) // 4)
-        packed = ((c0 >> down) & 3) | (((c1 >> down) & 3) << 2) | (((c2 >> down) & 3) << 4) | (((c3 >> down) & 3) << 6)
+        packed = (((c1 >> down) & 3) << 2) | (((c2 >> down) & 3) << 4) | (((c3 >> down) & 3) << 6)
+        packed = ((c0 >> down) & 3) | (packed & every)
         tl.store(at + plane + j[None, :], packed.to(tl.uint8), mask=rows & has)
     if BITS == 0 or (BITS & 1) != 0:
         has = (bits & 1) != 0
         down = bits & 6
         if EVEN:
             plane = (LANE * 2) * ((bits & 4) // 4) + LANE * ((bits & 2) // 2)
-            packed = (
-                ((c0 >> down) & 1) | (((c1 >> down) & 1) << 2) | (((c2 >> down) & 1) << 4) | (((c3 >> down) & 1) << 6)
-            )
+            packed = (((c1 >> down) & 1) << 2) | (((c2 >> down) & 1) << 4) | (((c3 >> down) & 1) << 6)
+            packed = ((c0 >> down) & 1) | (packed & every)
             halves = tl.permute(tl.reshape(packed, (GROUPS, 2, LANE // 2)), (0, 2, 1))
             left, right = tl.split(halves)
             i = tl.arange(0, LANE // 2)
@@ -381,11 +461,6 @@ def quantize(
             low,
                     inverse, coded, only, widths, 6, 1, BITS, LANE // 2, KIND, LEVELS, LAYOUT, ONE, BLOCK, FLAT,
                     DEEP)  # fmt: skip
-    if MASK:  # lanes are a multiple of eight, and every group begins on a byte of the mask
-        _mark(mask_ptr, value, 0, lane, k0, live, GROUPS, LANE)
-        _mark(mask_ptr, value, 1, lane, k1, live, GROUPS, LANE)
-        _mark(mask_ptr, value, 2, lane, k2, live, GROUPS, LANE)
-        _mark(mask_ptr, value, 3, lane, k3, live, GROUPS, LANE)
 
 
 @triton.jit
@@ -412,12 +487,14 @@ inverse,
         e = b + t * size
         inside = live[:, None] & ((b < size) & (e < n))[None, :]
         x, _ = _strip(
-            x_ptr, low_ptr, value, start, within, e, inside, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT, DEEP
-        )
+            x_ptr, low_ptr, value, start, within, e, e, inside, inside, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK,
+            FLAT, DEEP, 1,
+        )  # fmt: skip
         k = e // lane
         word = _mix(h[:, None] + (e - k * lane).to(tl.uint32)[None, :] * 0x9E3779B9)
         threshold = _threshold(word, (8 * k).to(tl.uint32)[None, :], base, bits)
-        code = _code(x, threshold, coded[:, None] & inside, low, inverse, bits, levels_ptr, LEVELS)
+        code = _code(x, threshold, low, inverse, bits, levels_ptr, LEVELS)
+        code = tl.where(coded[:, None] & inside, code, 0)
         if t == 0:
             code = code | tl.where(b[None, :] == 0, only[:, None], 0)
         packed |= ((code >> (bits & DOWN)) & ((1 << W) - 1)) << (t * W)
@@ -466,19 +543,20 @@ def _read(at, e, j, k: tl.constexpr, n, lane, inside, rows, widths, bits, BITS: 
 def dequantize(
     out_ptr, codes_ptr, side_ptr, support_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr, scale_ptr, shift_ptr,
     other_ptr,
-    mask_ptr, count, per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
+    mask_ptr, count, per, m_per, h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
     channels, inner, step, byte0,
     f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15,
     KIND: tl.constexpr, BITS: tl.constexpr, SUPPORT: tl.constexpr, DITHER: tl.constexpr, LEVELS: tl.constexpr,
     LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr,
-    AFFINE: tl.constexpr, OTHER: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr,
-    LANE: tl.constexpr,
+    UNIT: tl.constexpr, AFFINE: tl.constexpr, OTHER: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """The values of GROUPS groups; AFFINE scales and shifts them by channel afterwards."""
     frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
     live, number, r, value, within, byte = _place(
-        per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0, LAYOUT, GROUPS, count
-    )
+        per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0, LAYOUT,
+        GROUPS, count,
+    )  # fmt: skip
     if BITS == 0:
         widths = tl.load(widths_ptr + r, mask=live, other=1).to(tl.uint32)
         bits = widths[:, None]
@@ -498,6 +576,12 @@ def dequantize(
     e0, e1, e2, e3 = j, lane + j, 2 * lane + j, 3 * lane + j
     in0, in1 = _here(e0, live, n, lane, j, EVEN), _here(e1, live, n, lane, j, EVEN)
     in2, in3 = _here(e2, live, n, lane, j, EVEN), _here(e3, live, n, lane, j, EVEN)
+    u0, u1, u2, u3, un0, un1, un2, un3 = e0, e1, e2, e3, in0, in1, in2, in3
+    if UNIT > 1:
+        u0 = tl.arange(0, LANE // UNIT)
+        u1, u2, u3 = u0 + LANE // UNIT, u0 + 2 * (LANE // UNIT), u0 + 3 * (LANE // UNIT)
+        un0 = tl.broadcast_to(live[:, None], (GROUPS, LANE // UNIT))
+        un1, un2, un3 = un0, un0, un0
     rows = live[:, None] & (j < lane)[None, :]
     if EVEN:
         rows = tl.broadcast_to(live[:, None], (GROUPS, LANE))
@@ -530,22 +614,18 @@ def dequantize(
         added = tl.load(shift_ptr + channel, mask=live, other=0)
     else:
         factor, added = base, base
-    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e0, in0, c0, t0,
-    base, size,
-         factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS, LAYOUT, ONE, BLOCK, FLAT, DEEP, AFFINE,
-         OTHER, MASK)  # fmt: skip
-    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e1, in1, c1, t1,
-    base, size,
-         factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS, LAYOUT, ONE, BLOCK, FLAT, DEEP, AFFINE,
-         OTHER, MASK)  # fmt: skip
-    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e2, in2, c2, t2,
-    base, size,
-         factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS, LAYOUT, ONE, BLOCK, FLAT, DEEP, AFFINE,
-         OTHER, MASK)  # fmt: skip
-    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e3, in3, c3, t3,
-    base, size,
-         factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS, LAYOUT, ONE, BLOCK, FLAT, DEEP, AFFINE,
-         OTHER, MASK)  # fmt: skip
+    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e0, u0, in0,
+         un0, live, 0, c0, t0, base, size, factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS,
+         LAYOUT, ONE, BLOCK, FLAT, DEEP, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
+    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e1, u1, in1,
+         un1, live, 1, c1, t1, base, size, factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS,
+         LAYOUT, ONE, BLOCK, FLAT, DEEP, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
+    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e2, u2, in2,
+         un2, live, 2, c2, t2, base, size, factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS,
+         LAYOUT, ONE, BLOCK, FLAT, DEEP, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
+    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e3, u3, in3,
+         un3, live, 3, c3, t3, base, size, factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS,
+         LAYOUT, ONE, BLOCK, FLAT, DEEP, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
 
 
 @triton.jit
@@ -556,30 +636,37 @@ def _kept(x, mask_ptr, y, inside):
 
 
 @triton.jit
-def _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e, inside, code,
-threshold,
-         base, size, factor, added, frame, hop, inner, KIND: tl.constexpr, BITS: tl.constexpr, SUPPORT: tl.constexpr,
-         DITHER: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
-         FLAT: tl.constexpr, DEEP: tl.constexpr, AFFINE: tl.constexpr, OTHER: tl.constexpr,
-         MASK: tl.constexpr):  # fmt: skip
+def _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e, u, inside, units,
+         live, k: tl.constexpr, code, threshold, base, size, factor, added, frame, hop, inner, KIND: tl.constexpr,
+         BITS: tl.constexpr, SUPPORT: tl.constexpr, DITHER: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr,
+         ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr, UNIT: tl.constexpr,
+         AFFINE: tl.constexpr, OTHER: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr,
+         LANE: tl.constexpr):  # fmt: skip
     if LEVELS > 0:
         steps = tl.load(levels_ptr + code, mask=inside, other=0)
     else:
-        steps = code.to(tl.float32)
+        steps = _float(code | 0x4B000000) - 8388608.0  # the code behind 2**23: both are exact
     if DITHER:
         steps = (steps + ((1 << BITS) + 0.5)) - threshold
     x = steps * size[:, None] + base[:, None]
     if BLOCK > 0:
-        x = _mean_at(within[:, None] + e[None, :], inside, low_ptr, start[:, None], frame, 1, BLOCK, FLAT, DEEP) + x
-    y = value[:, None] + _ahead(e, hop, inner, LAYOUT, ONE)[None, :]
+        at = (within // UNIT)[:, None] + u[None, :]
+        x = _mean_at(at, units, low_ptr, start[:, None], frame, 1, BLOCK, FLAT, DEEP, UNIT) + x
+    y = value[:, None] + _ahead(e, hop, inner, frame, LAYOUT, ONE)[None, :]
     if SUPPORT:
-        x = _kept(x, support_ptr, y, inside)
+        if EVEN and LAYOUT == 0:
+            x = tl.where(_bits_of(support_ptr, value // 8 + k * (LANE // 8), live, GROUPS, LANE) != 0, x, 0.0)
+        else:
+            x = _kept(x, support_ptr, y, inside)
     if AFFINE:
         x = x * factor[:, None] + added[:, None]
         if OTHER:
             x = x + tl.load(other_ptr + y, mask=inside, other=0)
         if MASK:
-            x = _kept(x, mask_ptr, y, inside)
+            if EVEN and LAYOUT == 0:
+                x = tl.where(_bits_of(mask_ptr, value // 8 + k * (LANE // 8), live, GROUPS, LANE) != 0, x, 0.0)
+            else:
+                x = _kept(x, mask_ptr, y, inside)
     tl.store(out_ptr + y, _narrow(x, KIND), mask=inside)
 
 
@@ -599,27 +686,70 @@ def _column(origin, i, k, depth, rows, columns, s2, s3, inner, live, total, KIND
     return total
 
 
+@triton.jit
+def _across(total, columns, SIZE: tl.constexpr, UNIT: tl.constexpr):
+    """Adds columns that lie side by side, from the first to the last."""
+    if UNIT == 2:
+        c0, c1 = tl.split(columns)
+        total = (total + c0) + c1
+    elif UNIT == 4:
+        even, odd = tl.split(tl.reshape(columns, (SIZE, 2, 2)))
+        c0, c2 = tl.split(even)
+        c1, c3 = tl.split(odd)
+        total = (((total + c0) + c1) + c2) + c3
+    else:
+        even, odd = tl.split(tl.reshape(columns, (SIZE, 2, 2, 2)))
+        c04, c26 = tl.split(even)
+        c15, c37 = tl.split(odd)
+        c0, c4 = tl.split(c04)
+        c1, c5 = tl.split(c15)
+        c2, c6 = tl.split(c26)
+        c3, c7 = tl.split(c37)
+        total = (((((((total + c0) + c1) + c2) + c3) + c4) + c5) + c6) + c7
+    return total
+
+
 @triton.jit(do_not_specialize=SIZES)
 def means(
-    x_ptr, low_ptr, blocks, s1, s2, s3, b1, b2, b3, inner,
+    x_ptr, low_ptr, blocks, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner, units,
     KIND: tl.constexpr, OUT: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr,
-    SIZE: tl.constexpr,
+    UNIT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Means of blocks: rows of each column first, then columns, each sum from +0.0 on, in order.
 
-    NAN makes what is not finite NaN.
+    NAN makes what is not finite NaN. Rows of a map are ``units`` of UNIT values, which are read at once.
     """
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     live = at < blocks
-    i, t = at % inner, at // inner
-    c3, t = (t % b3).to(tl.int32), t // b3
-    c2, t = (t % b2).to(tl.int32), t // b2
-    c1, o = (t % b1).to(tl.int32), t // b1
-    origin = x_ptr + (((o * s1 + c1 * BLOCK) * s2 + c2 * BLOCK) * s3 + c3 * BLOCK) * inner + i
+    n = at.to(tl.uint32)
+    t = _over(n, m_inner, h_inner)
+    i = n - t * inner.to(tl.uint32)
+    line = _over(t, m3, h3)
+    c3 = (t - line * b3.to(tl.uint32)).to(tl.int32)
+    plane = _over(line, m2, h2)
+    c2 = (line - plane * b2.to(tl.uint32)).to(tl.int32)
+    if DEEP:
+        o = _over(plane, m1, h1)
+        c1 = (plane - o * b1.to(tl.uint32)).to(tl.int32)
+    else:
+        o = plane
+        c1 = 0
+    o = o.to(tl.int64)
+    origin = x_ptr + (((o * s1 + c1 * BLOCK) * s2 + c2 * BLOCK) * s3 + c3 * BLOCK) * inner + i.to(tl.int64)
     depth = tl.minimum(s1 - c1 * BLOCK, BLOCK)
     rows, columns = tl.minimum(s2 - c2 * BLOCK, BLOCK), tl.minimum(s3 - c3 * BLOCK, BLOCK)
     total = tl.zeros((SIZE,), tl.float32)
-    if BLOCK <= 8 and not DEEP:
+    if UNIT > 1:
+        unit = (o * s2 + c2 * BLOCK) * units + c3 * (BLOCK // UNIT)
+        v = tl.arange(0, UNIT)
+        for k in tl.static_range(BLOCK // UNIT):
+            some = tl.zeros((SIZE, UNIT), tl.float32)
+            for r in tl.static_range(BLOCK):
+                there = live & (r < rows) & (k * UNIT < columns)
+                place = (unit + (r * units + k))[:, None] * UNIT + v[None, :]
+                some += _widen(tl.load(x_ptr + place, mask=there[:, None], other=0), KIND)
+            total = _across(total, some, SIZE, UNIT)
+    elif BLOCK <= 8 and not DEEP:
         for k in tl.static_range(BLOCK):
             column = tl.zeros((SIZE,), tl.float32)
             for r in tl.static_range(BLOCK):
@@ -657,14 +787,13 @@ def spread(
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < sample
     o = tl.program_id(1).to(tl.int64)
-    x = _mean_at(at, inside, low_ptr, o * means_in_sample, frame, KIND, BLOCK, FLAT, DEEP)
+    x = _mean_at(at, inside, low_ptr, o * means_in_sample, frame, KIND, BLOCK, FLAT, DEEP, 1)
     tl.store(out_ptr + o * sample + at, _narrow(x, OUT), mask=inside)
 
 
 @triton.jit
-def extents(x_ptr, out_ptr, count, per, first, row, group, n, per_row, KIND: tl.constexpr, POSITIVE: tl.constexpr,
-            GROUPS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    """The square of the range of each group, NaN if a value is not finite."""
+def _values_of(count, per, first, row, group, n, per_row, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """Of each group here: does it exist, its number, and where its values are and which exist."""
     o = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     live = o < count
     r = o // per
@@ -672,6 +801,14 @@ def extents(x_ptr, out_ptr, count, per, first, row, group, n, per_row, KIND: tl.
     e = tl.arange(0, SIZE)
     inside = live[:, None] & (e < n)[None, :]
     at = (r.to(tl.int64) * row + g.to(tl.int64) * group)[:, None] + e[None, :]
+    return live, r.to(tl.int64) * per_row + g, at, inside
+
+
+@triton.jit
+def extents(x_ptr, out_ptr, count, per, first, row, group, n, per_row, KIND: tl.constexpr, POSITIVE: tl.constexpr,
+            GROUPS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """The square of the range of each group, NaN if a value is not finite."""
+    live, number, at, inside = _values_of(count, per, first, row, group, n, per_row, GROUPS, SIZE)
     x = _widen(tl.load(x_ptr + at, mask=inside, other=0), KIND)
     if POSITIVE:
         inside = inside & ~(x <= 0.0)
@@ -682,7 +819,7 @@ def extents(x_ptr, out_ptr, count, per, first, row, group, n, per_row, KIND: tl.
     least, most = tl.where(none, 0, least), tl.where(none, 0, most)
     finite = (most < 0x7F800000) & (least >= -0x7F800000)
     extent = tl.where(finite, _value(most) - _value(least), float("nan"))
-    tl.store(out_ptr + r.to(tl.int64) * per_row + g, extent * extent, mask=live)
+    tl.store(out_ptr + number, extent * extent, mask=live)
 
 
 @triton.jit
@@ -696,32 +833,103 @@ def row_sums(x_ptr, out_ptr, rows, row, SIZE: tl.constexpr):
     tl.store(out_ptr + r, total, mask=live)
 
 
+# ---------------------------------------------------------------- 8-bit floats
+
+
+@triton.jit
+def cast(x_ptr, out_ptr, scale_ptr, count, per, first, row, group, n, per_row, KIND: tl.constexpr, E5M2: tl.constexpr,
+         SHARED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """Values over the scale of their group in 8 bits; SHARED reads one scale, otherwise they are made and written."""
+    live, number, at, inside = _values_of(count, per, first, row, group, n, per_row, GROUPS, SIZE)
+    x = _widen(tl.load(x_ptr + at, mask=inside, other=0), KIND)
+    MANTISSA: tl.constexpr = 2 if E5M2 else 3
+    BIAS: tl.constexpr = 15 if E5M2 else 7
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    if SHARED:
+        own = tl.full((GROUPS,), 0.0, tl.float32) + tl.load(scale_ptr)
+    else:
+        most = tl.max((_bits(x) & 0x7FFFFFFF).to(tl.int32), 1)
+        bits = _bits(tl.div_rn(_float(most), tl.full((GROUPS,), LARGEST, tl.float32)))
+        bits = tl.where(bits > 0x00800000, bits, 0x00800000)  # of floats that are not negative
+        word = (bits >> 16) + ((bits & 0xFFFF) != 0).to(tl.uint32)
+        word = tl.where(most == 0, 0x3F80, tl.where(most < 0x7F800000, word, 0x7FC0))
+        tl.store(scale_ptr + number, word.to(tl.uint16).to(tl.int16, bitcast=True), mask=live)
+        own = _float(word << 16)
+    scaled = tl.div_rn(x, tl.broadcast_to(own[:, None], (GROUPS, SIZE)))
+    bits = _bits(scaled)
+    size = bits & 0x7FFFFFFF
+    drop: tl.constexpr = 23 - MANTISSA
+    normal = ((size + ((1 << (drop - 1)) - 1) + ((size >> drop) & 1)) >> drop) - ((127 - BIAS) << MANTISSA)
+    # A small one is added to the number whose last bit is the smallest of the type, so the sum is rounded to it.
+    unit: tl.constexpr = 128.0 if E5M2 else 16384.0
+    small = _bits(_float(size) + unit) - (0x43000000 if E5M2 else 0x46800000)
+    code = tl.where(size < ((128 - BIAS) << 23), small, normal)
+    code = tl.where(_float(size) <= LARGEST * 1.0078125, code, 0x7F) | ((bits >> 24) & 0x80)
+    finite = ((_bits(own) & 0x7F800000) != 0x7F800000)[:, None]
+    tl.store(out_ptr + at, tl.where(finite, code, 0).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def uncast(values_ptr, out_ptr, scale_ptr, count, per, first, row, group, n, per_row, KIND: tl.constexpr,
+           E5M2: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """The values again."""
+    live, number, at, inside = _values_of(count, per, first, row, group, n, per_row, GROUPS, SIZE)
+    code = tl.load(values_ptr + at, mask=inside, other=0).to(tl.uint32)
+    size = code & 0x7F
+    if E5M2:  # the exponent is moved by a product, which is exact for small ones too
+        x = _float(size << 21) * 5192296858534827628530496329220096.0
+        x = tl.where(size >= 0x7C, _float(0x7F800000 | ((size & 3) << 21)), x)
+    else:
+        x = _float(size << 20) * 1329227995784915872903807060280344576.0
+        x = tl.where(size == 0x7F, float("nan"), x)
+    x = _float(_bits(x) | ((code & 0x80) << 24))
+    if SHARED:
+        own = tl.full((GROUPS,), 0.0, tl.float32) + tl.load(scale_ptr)
+    else:
+        own = _widen(tl.load(scale_ptr + number, mask=live, other=0), 1)
+    tl.store(out_ptr + at, _narrow(x * own[:, None], KIND), mask=inside)
+
+
 # ---------------------------------------------------------------- one value after the other
 
 
 @triton.jit
-def _channel_at(at, inner, m_inner, h_inner, channels, m_channels, h_channels, SIZE: tl.constexpr):
-    """The channel of SIZE values in a row from ``at`` on: one division of 64 bits for all, the rest in 32 bits."""
-    line = at // inner
-    e = (at - line * inner).to(tl.uint32) + tl.arange(0, SIZE).to(tl.uint32)
-    c = (line % channels).to(tl.uint32) + _over(e, m_inner, h_inner)
+def _channel_at(first, e, inner, M_inner, H_inner, m_inner, h_inner, channels, M_channels, H_channels, m_channels,
+                h_channels):  # fmt: skip
+    """The channel of values ``first + e``: divisions by 64 bits for the first alone, the rest in 32 bits."""
+    n = first.to(tl.uint64)
+    line = _over(n, M_inner, H_inner)
+    channel = line - _over(line, M_channels, H_channels) * channels.to(tl.uint64)
+    e = (n - line * inner.to(tl.uint64)).to(tl.uint32) + e.to(tl.uint32)
+    c = channel.to(tl.uint32) + _over(e, m_inner, h_inner)
     return c - _over(c, m_channels, h_channels) * channels.to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=MAGIC)
-def affine(x_ptr, scale_ptr, shift_ptr, other_ptr, support_ptr, numel, inner, m_inner, h_inner, channels, m_channels,
-           h_channels, KIND: tl.constexpr, OTHER: tl.constexpr, SUPPORT: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    """``x * scale + shift`` by channel, plus another tensor, in the place of ``x``."""
-    first = tl.program_id(0).to(tl.int64) * SIZE
+def affine(x_ptr, scale_ptr, shift_ptr, other_ptr, support_ptr, numel, inner, M_inner, H_inner, m_inner, h_inner,
+           channels, M_channels, H_channels, m_channels, h_channels, KIND: tl.constexpr, OTHER: tl.constexpr,
+           SUPPORT: tl.constexpr, UNIT: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """``x * scale + shift`` by channel, plus another tensor, in the place of ``x``.
+
+    UNIT neighbours are of one channel, and ``inner`` counts in units.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    first = pid * SIZE
     y = first + tl.arange(0, SIZE)
     inside = y < numel
-    c = _channel_at(first, inner, m_inner, h_inner, channels, m_channels, h_channels, SIZE)
+    U: tl.constexpr = SIZE // UNIT
+    c = _channel_at(pid * U, tl.arange(0, U), inner, M_inner, H_inner, m_inner, h_inner, channels, M_channels,
+                    H_channels, m_channels, h_channels)  # fmt: skip
+    factor, added = tl.load(scale_ptr + c), tl.load(shift_ptr + c)
+    if UNIT > 1:
+        factor = tl.reshape(tl.broadcast_to(factor[:, None], (U, UNIT)), (SIZE,))
+        added = tl.reshape(tl.broadcast_to(added[:, None], (U, UNIT)), (SIZE,))
     x = _widen(tl.load(x_ptr + y, mask=inside, other=0), KIND)
-    x = x * tl.load(scale_ptr + c, mask=inside, other=0) + tl.load(shift_ptr + c, mask=inside, other=0)
+    x = x * factor + added
     if OTHER:
         x = x + _widen(tl.load(other_ptr + y, mask=inside, other=0), KIND)
     if SUPPORT:
-        x = _kept(x, support_ptr, y, inside)
+        x = tl.where(_bits_at(support_ptr, pid, numel, SIZE) != 0, x, 0.0)
     tl.store(x_ptr + y, _narrow(x, KIND), mask=inside)
 
 
@@ -758,8 +966,18 @@ def unpack_band(mask_ptr, out_ptr, numel, inside, outside, SIZE: tl.constexpr):
     """One of two values, given as bits, for each bit of the mask."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     there = at < numel
-    bit = (tl.load(mask_ptr + at // 8, mask=there, other=0).to(tl.uint32) >> (at % 8).to(tl.uint32)) & 1
+    bit = _bits_at(mask_ptr, tl.program_id(0).to(tl.int64), numel, SIZE)
     tl.store(out_ptr + at, tl.where(bit != 0, inside, outside).to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def mask_values(x_ptr, mask_ptr, out_ptr, numel, SIZE: tl.constexpr):
+    """Values, given as bits, where the bit of the mask is set, and zero elsewhere."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    there = at < numel
+    bit = (tl.load(mask_ptr + at // 8, mask=there, other=0).to(tl.uint32) >> (at % 8).to(tl.uint32)) & 1
+    x = tl.load(x_ptr + at, mask=there & (bit != 0), other=0)
+    tl.store(out_ptr + at, x, mask=there)
 
 
 @triton.jit(do_not_specialize=["offset"])
@@ -809,32 +1027,43 @@ def unpack_uints(packed_ptr, out_ptr, numel, offset, BITS: tl.constexpr, SIZE: t
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < numel)
 
 
-@triton.jit
-def pack_taps(x_ptr, starts_ptr, taps_ptr, out_ptr, none_ptr, numel, windows, inner, taps, size, BITS: tl.constexpr,
+@triton.jit(do_not_specialize=MAGIC)
+def pack_taps(x_ptr, starts_ptr, taps_ptr, out_ptr, none_ptr, numel, inner, M_inner, H_inner, m_inner, h_inner,
+              channels, M_channels, H_channels, m_channels, h_channels, taps, size, BITS: tl.constexpr,
               SIZE: tl.constexpr):  # fmt: skip
-    """Positions as numbers of taps, and how many are none."""
-    byte = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    """Positions as numbers of taps, and how many are none. Windows are counted as channels are."""
+    pid = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SIZE)
+    byte = pid * SIZE + i
     k = tl.arange(0, 8 // BITS)
-    at = byte[:, None] * (8 // BITS) + k[None, :]
+    e = i[:, None] * (8 // BITS) + k[None, :]
+    first = pid * (SIZE * (8 // BITS))
+    at = first + e
     there = at < numel
     x = tl.load(x_ptr + at, mask=there, other=0)
-    found = x - tl.load(starts_ptr + (at // inner) % windows, mask=there, other=0)
+    window = _channel_at(first, e, inner, M_inner, H_inner, m_inner, h_inner, channels, M_channels, H_channels,
+                         m_channels, h_channels)  # fmt: skip
+    found = x - tl.load(starts_ptr + window)
     tap = tl.zeros(at.shape, tl.int32)
-    for m in range(taps - 1):
-        tap += (tl.load(taps_ptr + m) < found).to(tl.int32)
+    for b in tl.static_range(BITS):  # the last tap that does not lie behind
+        next = tap + (1 << (BITS - 1 - b))
+        near = tl.load(taps_ptr + next, mask=next < taps, other=0)
+        tap = tl.where((next < taps) & (near <= found), next, tap)
     none = (tl.load(taps_ptr + tap) != found) | (x < 0) | (x >= size)
     code = tl.where(there & ~none, tap, 0).to(tl.uint32) << (k * BITS).to(tl.uint32)[None, :]
     tl.store(out_ptr + byte, _join(code).to(tl.uint8), mask=byte * (8 // BITS) < numel)
     tl.atomic_add(none_ptr, tl.sum(tl.sum((there & none).to(tl.int32), 1), 0).to(tl.int64))
 
 
-@triton.jit
-def unpack_taps(
-    packed_ptr, starts_ptr, taps_ptr, out_ptr, numel, windows, inner, BITS: tl.constexpr, SIZE: tl.constexpr
-):
+@triton.jit(do_not_specialize=MAGIC)
+def unpack_taps(packed_ptr, starts_ptr, taps_ptr, out_ptr, numel, inner, M_inner, H_inner, m_inner, h_inner, channels,
+                M_channels, H_channels, m_channels, h_channels, BITS: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     """The positions again."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    first, e = tl.program_id(0).to(tl.int64) * SIZE, tl.arange(0, SIZE)
+    at = first + e
     there = at < numel
     tap = _uint_at(packed_ptr, at, there, BITS)
-    start = tl.load(starts_ptr + (at // inner) % windows, mask=there, other=0)
+    window = _channel_at(first, e, inner, M_inner, H_inner, m_inner, h_inner, channels, M_channels, H_channels,
+                         m_channels, h_channels)  # fmt: skip
+    start = tl.load(starts_ptr + window)
     tl.store(out_ptr + at, start + tl.load(taps_ptr + tap, mask=there, other=0), mask=there)

@@ -548,23 +548,28 @@ def _widths(numel: int, bits: Tensor) -> list[int]:
 
 
 def quantize_samples(
-    x: Tensor, bits: Tensor, group: int, key: int, positive: bool, support: Tensor | None = None
+    x: Tensor, bits: Tensor, size: int, group: int, key: int, positive: bool, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Codes and side words of samples (rows of one size), each with bits of its own.
 
-    The noise is that of :func:`quantize_groups` for the same groups, so are the bytes of a sample for its bits, and
+    Codes have ``size`` bytes, which the caller knows without the bits; what they do not need is zero at the end. The
+    noise is that of :func:`quantize_groups` for the same groups, so are the bytes of a sample for its bits, and
     ``support``.
     """
     _fill_support(x, positive, support)
     widths = _widths(x.numel(), bits)
     if x.numel() == 0:
-        return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.int16)
+        return x.new_zeros(size, dtype=torch.uint8), x.new_empty(0, dtype=torch.int16)
     row = x.numel() // len(widths)
+    needed = sum(row_bytes(row, group, width) for width in widths)
+    if needed > size:
+        raise RuntimeError(f"the codes of {len(widths)} samples take {needed} bytes; there is room for {size}")
     per_row, parts = groups_in_row(row, group), []
     for n, width in enumerate(widths):
         piece = x[n * row : (n + 1) * row]
         parts.append(quantize_groups(piece, row, group, width, _later(key, n * per_row), positive))
-    return torch.cat([codes for codes, _ in parts]), torch.cat([side for _, side in parts])
+    rest = x.new_zeros(size - needed, dtype=torch.uint8)
+    return torch.cat([*(codes for codes, _ in parts), rest]), torch.cat([side for _, side in parts])
 
 
 def dequantize_samples(
@@ -834,6 +839,15 @@ def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, out
             piece.copy_(bits)
         else:
             piece.fill_(outside).masked_fill_(bits, inside)
+    return out
+
+
+def mask_values(x: Tensor, mask: Tensor) -> Tensor:
+    """Flat values where the bit is set, with all their bits, and zero elsewhere, where NaN is zero too."""
+    out = torch.zeros_like(x)
+    for i in range(0, x.numel(), _CHUNK):
+        piece = x[i : i + _CHUNK]
+        torch.where(_mask_bits(mask, i, piece.numel()), piece, out[i : i + _CHUNK], out=out[i : i + _CHUNK])
     return out
 
 

@@ -28,6 +28,7 @@ from lowtide.codecs import (
     Codec,
     GroupQuant,
     Indices,
+    LogQuant,
     Mask,
     NotRepresentable,
     PoolOffsets,
@@ -71,7 +72,7 @@ CODECS: list[Codec] = [
     *(BlockMean(4, 2, b, 50, dither=True) for b in (2, 4)),
     *(GroupQuant(b, g, "channel", dither=b == 3) for b, g in ((1, 13), (2, 256), (3, 50), (8, 64))),
     GroupQuant(2, 40, "channel", LEVELS[2]),
-    SampleQuant((3, 8), 50),
+    SampleQuant(11, 2, 2, 50),
     BlockMean(4, 2, 2, 50, levels=(0.0, 0.25, 0.6, 1.0)),
     BlockMean(4, 2, 3, 50, True, (0.0, 0.1, 0.25, 0.4, 0.5, 0.7, 0.9, 1.0)),
     BlockMean(3, 1, 8),
@@ -84,14 +85,16 @@ CODECS: list[Codec] = [
     Projection(3, 0, "subspace"),
     Projection(5, 8, "subspace"),
     *(SixSigma(b) for b in (1, 2, 4, 8)),
+    LogQuant(),
+    LogQuant(5, 50),
     Cast("bfloat16"),
     Cast("float16"),
     *(Cast(n) for n in FP8),
     *(Cast(n, 16) for n in FP8),
 ]
 LOSSY = [c for c in CODECS if isinstance(c, (GroupQuant, SampleQuant, BlockMean, Projection, SixSigma, Cast))]
-ROUNDED = [c for c in LOSSY if isinstance(c, (GroupQuant, SampleQuant, BlockMean)) and c.bits]
-RANDOM = [*ROUNDED, *(c for c in LOSSY if isinstance(c, Projection))]
+ROUNDED = [c for c in LOSSY if isinstance(c, SampleQuant) or (isinstance(c, (GroupQuant, BlockMean)) and c.bits)]
+RANDOM = [*ROUNDED, *(c for c in CODECS if isinstance(c, (Projection, LogQuant)))]
 INTEGERS = (Indices, PoolOffsets)
 
 
@@ -117,6 +120,8 @@ def _values(codec: Codec, shape: tuple[int, ...], generator: torch.Generator) ->
             position = position * size + torch.where(at < 0, at + dilation, at)
         return position
     values = torch.randn(shape, generator=generator)
+    if isinstance(codec, LogQuant):
+        return -values.exp()
     if isinstance(codec, TwoValue):
         values = (values > 0) * (1 / 0.7)
         values.view(-1)[:1] = 1 / 0.7
@@ -126,16 +131,9 @@ def _values(codec: Codec, shape: tuple[int, ...], generator: torch.Generator) ->
 def _fits(codec: Codec, tensor: Tensor) -> bool:
     shape = tensor.shape
     if isinstance(codec, SampleQuant):
-        return bool(shape) and len(codec.bits) == shape[0] and tensor.stride(0) == max(tensor.stride())
+        return bool(shape) and tensor.stride(0) == max(tensor.stride())
     dims = {BlockMean: getattr(codec, "dims", 0), PoolOffsets: 2, SixSigma: 2}.get(type(codec), 0)
     return len(shape) >= dims
-
-
-def _for_samples(codec: Codec, count: int) -> Codec:
-    """The codec, with bits for ``count`` samples if each has its own."""
-    if not isinstance(codec, SampleQuant):
-        return codec
-    return replace(codec, bits=tuple(itertools.islice(itertools.cycle(codec.bits), count)))
 
 
 def _dtypes(codec: Codec) -> tuple[torch.dtype, ...]:
@@ -176,8 +174,11 @@ def _bound(codec: Codec, x: Tensor) -> Tensor | float:
         others = [d for d in range(x.dim()) if d != 1]
         mean, deviation = wide.mean(others, keepdim=True), wide.std(others, correction=0, keepdim=True)
         return 3 * deviation / 2**codec.bits + ((wide - mean).abs() - 3 * deviation).clamp_min(0) + rounding
+    if isinstance(codec, LogQuant):  # a step of the logarithm is a factor
+        step = _bound(GroupQuant(codec.bits), (-x.float()).log())
+        return wide.abs() * (math.exp(step) - 1 + _half_ulp(x.dtype) + 2.0**-22)
     if isinstance(codec, SampleQuant):
-        return _bound(GroupQuant(min(codec.bits), codec.group), x)
+        return _bound(GroupQuant(codec.least, codec.group), x)
     if isinstance(codec, GroupQuant):
         return (span + largest * 2.0**-7) * (1 + 2.0**-6) * _widest(codec) + rounding
     assert isinstance(codec, BlockMean)
@@ -316,20 +317,18 @@ def test_lossless_codecs_refuse_other_types(codec: Codec, dtype: torch.dtype, st
         (lambda: Mask(math.nan, 1.0), "low must be below high; got low=nan, high=1.0"),
         (lambda: Indices(3, 2), r"low..high must span 1 to 2\*\*32 integers; got 3..2"),
         (lambda: Indices(0, 2**32), r"low..high must span 1 to 2\*\*32 integers; got 0..4294967296"),
-        (lambda: SampleQuant(2), "bits must be a tuple with a number for each sample; got 2"),
-        (lambda: SampleQuant((2, 0)), "bits must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 0"),
-        (lambda: SampleQuant((2,), 0), "group must be a whole number of at least 1; got 0"),
+        (lambda: SampleQuant(17, 2), "2 samples share 2 to 16 bits in total; got 17"),
+        (lambda: SampleQuant(1, 2), "2 samples share 2 to 16 bits in total; got 1"),
+        (lambda: SampleQuant(4, 2, 0), "least must be one of 1, 2, 3, 4, 5, 6, 7, 8; got 0"),
+        (lambda: SampleQuant(2, 0), "samples must be a whole number of at least 1; got 0"),
+        (lambda: SampleQuant(2, 1, 1, 0), "group must be a whole number of at least 1; got 0"),
         (
-            lambda: SampleQuant((2, 4)).encode(torch.zeros(3, 2), key=0),
-            r"bits for 2 samples; got a tensor of shape \(3, 2\)",
+            lambda: SampleQuant(6, 2).packed_nbytes(TensorMeta((), (), torch.float32)),
+            r"samples in dimension 0, outermost in memory; got shape \(\)",
         ),
         (
-            lambda: SampleQuant((2, 4)).packed_nbytes(TensorMeta((), (), torch.float32)),
-            r"bits for 2 samples; got a tensor of shape \(\)",
-        ),
-        (
-            lambda: SampleQuant((2, 4)).encode(torch.zeros(5, 2).t(), key=0),
-            r"samples \(dimension 0\) outermost in memory; got shape \(2, 5\) with strides \(1, 2\)",
+            lambda: SampleQuant(6, 2).encode(torch.zeros(5, 2).t(), key=0),
+            r"samples in dimension 0, outermost in memory; got shape \(2, 5\) with strides \(1, 2\)",
         ),
         *(
             (
@@ -409,7 +408,6 @@ def test_lossless_codecs_keep_the_sign_of_zero() -> None:
 def test_what_is_not_finite_never_looks_finite(codec: Codec, dtype: torch.dtype, bad: float) -> None:
     """The value decodes to something not finite, as does its group; no finite value comes back wrong."""
     clean = (torch.randn(4, 3, 8, 12, 8, generator=torch.Generator().manual_seed(1)) * 1000).to(dtype)
-    codec = _for_samples(codec, 4)
     before = codec.encode(clean, key=7).decode()
     for at in ((1, 2, 3, 4, 5), (3, 2, 7, 11, 7), (0, 0, 0, 0, 0)):
         x = clean.clone()
@@ -428,7 +426,7 @@ def test_what_is_not_finite_never_looks_finite(codec: Codec, dtype: torch.dtype,
         elif isinstance(codec, SixSigma):
             assert torch.equal(out[:, :2], before[:, :2]) if at[1] == 2 else torch.equal(out[:, 1:], before[:, 1:])
             assert bool(out[:, at[1]].isnan().all())
-        elif getattr(codec, "layout", "") != "flat":
+        elif getattr(codec, "layout", "") != "flat" and not isinstance(codec, SampleQuant):  # who shares bits with it
             others = [n for n in range(4) if n != at[0]]
             assert torch.equal(out[others], before[others])
             assert bool((finite | (out == bad) | out.isnan()).all())
@@ -541,7 +539,7 @@ def test_huge_values_are_right_or_nan(codec: Codec, largest: float) -> None:
     range of a group: visibly, as Inf or NaN.
     """
     overflows = isinstance(codec, Projection) or getattr(codec, "dither", False)
-    codec, generator = _for_samples(codec, 8), torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     for signed in (False, True):
         x = torch.rand(8, 2, 8, 8, generator=generator)
         x = ((x * 2 - 1) if signed else x) * largest
@@ -689,6 +687,45 @@ def test_two_value_keeps_dropout_noise(p: float, dtype: torch.dtype) -> None:
 def test_two_value_refuses_the_rest(values: list[float]) -> None:
     with pytest.raises(NotRepresentable):
         TwoValue().encode(torch.tensor(values), key=0)
+
+
+def test_log_probabilities_near_zero_and_far_away() -> None:
+    x = torch.tensor([0.0, -0.0, -(2.0**-30), -1e-3, -1.0, -90.0, -1e9, -math.inf])
+    p = LogQuant().encode(x, key=1).decode().exp().double()
+    assert p[6] == p[7] == 0
+    step = (math.log(128) + 24 * math.log(2) + 2 * 2.0**-7 * 17) * (1 + 2.0**-6) / 255
+    off = torch.expm1(x.double()).abs() * (math.exp(step / 2) - 1) + 2.0**-23
+    assert ((p - x.double().exp()).abs() <= off).all()
+
+
+@pytest.mark.parametrize("sharpness", [0.1, 3.0, 12.0])
+def test_the_gradient_of_cross_entropy_from_coded_log_probabilities(sharpness: float) -> None:
+    """Noise beside the gradient of the scores is small for fresh and for confident networks, and averages out."""
+    torch.manual_seed(0)
+    x = torch.log_softmax(sharpness * torch.randn(500, 100), 1)
+    chosen = torch.nn.functional.one_hot(torch.multinomial(x.exp(), 1)[:, 0], 100)
+    exact = x.double().exp() - chosen
+    errors = torch.stack([LogQuant().encode(x, key=k).decode().double().exp() - chosen - exact for k in range(16)])
+    length = float(exact.norm())
+    one, mean = float(errors[0].norm()) / length, float(errors.mean(0).norm()) / length
+    assert one < 0.02
+    assert mean < 1.5 * one / math.sqrt(16)
+
+
+def test_log_probabilities_refuse_the_rest() -> None:
+    with pytest.raises(NotRepresentable, match=r"0\.5 is above zero"):
+        LogQuant().encode(torch.tensor([-1.0, 0.5]), key=0)
+    assert torch.isnan(LogQuant().encode(torch.tensor([-1.0, math.nan]), key=0).decode()).all()
+
+
+def test_log_probabilities_are_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of a large tensor has the bytes that it has in a tensor of its own."""
+    monkeypatch.setattr(codecs.logarithms, "_PIECE", 1024)
+    x = -torch.rand(2500)
+    packed = LogQuant().encode(x, key=8)
+    assert len(packed.buffers) == 6
+    assert packed.nbytes == LogQuant().packed_nbytes(packed.meta)
+    assert torch.equal(packed.decode()[1024:2048], LogQuant().encode(x[1024:2048], key=8 ^ 1).decode())
 
 
 @pytest.mark.parametrize("low", [0, -5, 1000, -(2**31)])
@@ -872,7 +909,7 @@ GOLDEN: dict[Codec, str] = {
         block=3, dims=1, bits=0, group=1024, faithful=False
     ): "abaaaa3d0000403f0000003f0000403fabaaaa3d0000403f0000003f0000403f",
     BlockMean(block=4, dims=1, bits=2, group=1024, faithful=True): "003f203f003f203f ec5a05bc5a05 a0bf563fa0bf563f",
-    Projection(rank=2, bits=0): "0000403e0000c0bd0000403e0000c0bd efcdab8967452301",
+    Projection(rank=2, bits=0): "0000403e0000c0bd0000403e0000c0bd",
 }
 
 
@@ -1102,7 +1139,7 @@ ORDERS = {
         GroupQuant(2, 256, "sample"),
         GroupQuant(4, 12),
         GroupQuant(2, 200, "channel"),
-        SampleQuant((2, 4, 1)),
+        SampleQuant(7, 3),
         BlockMean(8, 2, 2),
         BlockMean(3, 2, 4),
     ],
@@ -1327,11 +1364,14 @@ def test_cast_with_one_scale(name: str) -> None:
 def test_a_sample_has_the_bytes_of_its_bits(dtype: torch.dtype, form: torch.memory_format) -> None:
     x = torch.randn(8, 3, 9, 7, generator=torch.Generator().manual_seed(30)).to(dtype).contiguous(memory_format=form)
     x[2, 1, 1, 1], x[3] = math.nan, 0.1
-    bits, support = (3, 1, 8, 2, 2, 7, 4, 5), _support(x)
+    x *= torch.tensor([1, 0.1, 1, 1, 9, 2, 30, 1]).view(-1, 1, 1, 1).to(dtype)
+    codec, support = SampleQuant(32, 8, 2, 50), _support(x)
     for given in (None, support):
-        packed = SampleQuant(bits, 50).encode(x, key=31, support=given)
+        packed = codec.encode(x, key=31, support=given)
         codes, side, kept = packed.buffers
-        assert kept.tolist() == list(bits)
+        bits = kept.tolist()
+        assert sum(bits) == 32
+        assert len(set(bits)) > 2
         out, at = packed.decode(given), 0
         for n, width in enumerate(bits):
             alone = GroupQuant(width, 50, "sample").encode(x, key=31, support=given)
@@ -1340,9 +1380,25 @@ def test_a_sample_has_the_bytes_of_its_bits(dtype: torch.dtype, form: torch.memo
             assert torch.equal(side[8 * n : 8 * n + 8], alone.buffers[1][8 * n : 8 * n + 8])
             assert same_bits(out[n], alone.decode(given)[n])
             at += size
-        assert packed.nbytes == at + 8 * 4 * 4 + 8
-    equal = SampleQuant((2,) * 8, 50).encode(x, key=31)
+        assert not codes[at:].any()
+        assert packed.nbytes == len(codes) + 8 * 4 * 4 + 8 == codec.packed_nbytes(packed.meta)
+        assert len(codes) - at < 4 * 8  # rows of 189 values leave up to 7 bits of each plane of each short group
+    equal = SampleQuant(16, 8, 2, 50).encode(x, key=31)
     assert bytes_of(equal)[:2] == bytes_of(GroupQuant(2, 50, "sample").encode(x, key=31))
+
+
+@pytest.mark.parametrize("row", [1, 3, 8, 37, 64])
+def test_codes_of_samples_have_room_for_every_division_of_the_bits(row: int) -> None:
+    """The room is that of the worst division of the same bits, to the byte or a byte for each sample above it."""
+    for least, samples, group in itertools.product((1, 3, 8), (1, 2, 3), (5, 16)):
+        for total in range(least * samples, 8 * samples + 1):
+            divisions = itertools.product(range(least, 9), repeat=samples)
+            worst = max(sum(ops.row_bytes(row, group, b) for b in d) for d in divisions if sum(d) == total)
+            meta = TensorMeta((samples, row), (row, 1), torch.float32)
+            room = SampleQuant(total, samples, least, group).packed_nbytes(meta)
+            room -= samples * (1 + 4 * ops.groups_in_row(row, group))
+            assert worst <= room <= worst + 2 * samples * ops.groups_in_row(row, group)
+            assert room == worst or row % 8 or group % 8
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -1541,7 +1597,7 @@ _numbers = torch.arange(120) % 4
 _geometry = (2, 1, 6, 5, 2)
 _bits = torch.tensor([1, 3, 8], dtype=torch.uint8)
 _positions = torch.arange(40) % 9
-_scodes, _sside = reference.quantize_samples(_flat, _bits, 16, 1, False)
+_scodes, _sside = reference.quantize_samples(_flat, _bits, 70, 16, 1, False)
 _FP8 = tuple(getattr(torch, n) for n in FP8)
 CALLS = {
     "quantize_groups": [(_flat.to(d), 40, 16, 2, 1, p) for d in FLOATS for p in (False, True)]
@@ -1575,7 +1631,7 @@ CALLS = {
         for g in ((20, 6, 1), (5, 6, 4), (3, 2, 20))
         for t, k in ((None, None), (_levels, None), (None, 1))
     ],
-    "quantize_samples": [(_flat.to(d), _bits, 16, 1, p) for d in FLOATS for p in (False, True)],
+    "quantize_samples": [(_flat.to(d), _bits, 70, 16, 1, p) for d in FLOATS for p in (False, True)],
     "dequantize_samples": [(_scodes, _sside, _bits, 120, 16, d, s) for d in FLOATS for s in (None, _mask)],
     "cast_groups": [(_flat.to(d), 40, 16, t, s) for d in FLOATS for t in _FP8 for s in (None, torch.ones(1))]
     + [(_flat[:0], 0, 16, torch.float8_e5m2)],
@@ -1599,6 +1655,7 @@ CALLS = {
     ],
     "pack_band": [(_flat.to(d), -0.5, 0.5, True, False) for d in FLOATS] + [(_flat > 0, 0.0, 1.0, False, True)],
     "unpack_band": [(_mask, 120, d, 1.0, 0.0) for d in (*FLOATS, torch.bool)],
+    "mask_values": [(_flat.to(d), _mask) for d in FLOATS],
     "pack_uints": [(_numbers, 0, b) for b in (2, 4, 8, 16, 32)] + [(_numbers.int()[:7], -1, 4)],
     "pack_taps": [(_positions, torch.arange(4) * 2, i, torch.tensor([0, 1, 5]), 9, 2) for i in (1, 5)],
     "unpack_taps": [
@@ -1628,9 +1685,6 @@ def test_fakes_know_the_real_shapes(name: str) -> None:
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
             fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in args]
             fake = _tuple(getattr(ops, name)(*fakes))
-        if name == "quantize_samples":  # whose bytes are known only with the bits, which are data
-            assert (fake[0].dim(), fake[0].dtype) == (1, torch.uint8)
-            real, fake = real[1:], fake[1:]
         assert [(f.shape, f.dtype, f.stride()) for f in fake] == [(r.shape, r.dtype, r.stride()) for r in real]
 
 
@@ -1670,7 +1724,7 @@ def test_the_energy_tells_the_error_of_every_number_of_bits(family, bits, positi
     x = torch.randn(4, 16, 13, 16) * torch.rand(1, 16, 1, 1)
     x = (x.relu() if positive else x).contiguous(memory_format=memory)
     codec = replace(family, bits=bits)
-    predicted = codec.energy(x, positive) / (12 * (2**bits - 1) ** 2)
+    predicted = float(codec.energy(x, positive)) / (12 * (2**bits - 1) ** 2)
     found = 0.0
     for key in range(4):
         packed, support = codec.encode_rectified(x, key=key) if positive else (codec.encode(x, key=key), None)

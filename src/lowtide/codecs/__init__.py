@@ -4,6 +4,7 @@ from .base import FLOATS, Codec, NotRepresentable, Packed, TensorMeta, flatten, 
 from .blocks import BlockMean
 from .casts import Cast
 from .groups import GroupQuant, SampleQuant
+from .logarithms import LogQuant
 from .lossless import Indices, Mask, PoolOffsets, Raw, ShapeOnly, TwoValue
 from .projection import Projection
 from .sixsigma import SixSigma
@@ -15,6 +16,7 @@ __all__ = [
     "Codec",
     "GroupQuant",
     "Indices",
+    "LogQuant",
     "Mask",
     "NotRepresentable",
     "Packed",

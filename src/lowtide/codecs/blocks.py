@@ -137,7 +137,7 @@ class BlockMean(Codec):
         sizes = [shape[d] // self.block if d >= spatial else shape[d] for d in layout.order]
         return packed.buffers[0].view(sizes).permute([layout.order.index(d) for d in range(len(shape))])
 
-    def energy(self, tensor: Tensor, positive: bool) -> float:
+    def energy(self, tensor: Tensor, positive: bool) -> Tensor:
         """That of :meth:`GroupQuant.energy`, of the differences to the means."""
         means = BlockMean(self.block, self.dims, 0)
         stride, _, row = _block_frame(tuple(tensor.shape), tensor.stride(), self.dims)

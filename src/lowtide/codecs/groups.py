@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar
 
@@ -41,8 +42,9 @@ def require_dither(dither: bool, levels: tuple[float, ...] | None) -> None:
         raise ValueError(f"dither=True needs even levels; got levels={levels}. Leave one of them out")
 
 
+@lru_cache(maxsize=4096)
 def steps_of(levels: tuple[float, ...] | None, bits: int, device: torch.device) -> Tensor | None:
-    """The levels in units of a group's step, or None if they are even."""
+    """The levels in units of a group's step, or None if they are even; sent to a device once."""
     if levels is None:
         return None
     return torch.tensor([level * (2**bits - 1) for level in levels], dtype=torch.float32, device=device)
@@ -152,8 +154,8 @@ class GroupQuant(Codec):
         )  # fmt: skip
         return flat.as_strided(meta.shape, meta.stride)
 
-    def energy(self, tensor: Tensor, positive: bool) -> float:
-        """The sum over all groups of the square of the range, for each value that is counted.
+    def energy(self, tensor: Tensor, positive: bool) -> Tensor:
+        """The sum over all groups of the square of the range, for each value that is counted; one number in float64.
 
         Dithered, the squared error of all values together is this over ``12 * (2**bits - 1)**2``, for any bits.
         With ``positive`` only positive values set ranges and count, as with ``support``.
@@ -164,7 +166,7 @@ class GroupQuant(Codec):
             row = row_of(self.layout, layout, meta.numel) if geometry is None else geometry[2]
             return energy_of(flat, row, self.group, flat > 0 if positive else None)
         _, channels, inner = geometry
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=flat.device)
         for first, last, step, _ in ops.channel_pieces(geometry, self.group):
             piece = flat.view(geometry)[first:last].view(-1, step, channels, inner).transpose(1, 2).reshape(-1)
             total += energy_of(piece, step * inner, self.group, piece > 0 if positive else None)
@@ -191,10 +193,10 @@ def channels_of(layout: Layout) -> tuple[int, int, int] | None:
     return math.prod(layout.sizes[:at]), layout.sizes[at], math.prod(layout.sizes[at + 1 :])
 
 
-def energy_of(flat: Tensor, row: int, group: int, counted: Tensor | None) -> float:
+def energy_of(flat: Tensor, row: int, group: int, counted: Tensor | None) -> Tensor:
     """The sum over all groups of ``counted values * range**2``; see :meth:`GroupQuant.energy`."""
     if flat.numel() == 0:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64, device=flat.device)
     rows, short = flat.to(torch.float32).view(-1, row), -row % group
     inside = torch.ones_like(rows, dtype=torch.bool) if counted is None else counted.view(-1, row)
     inside = functional.pad(inside, (0, short)).view(-1, group)
@@ -202,7 +204,7 @@ def energy_of(flat: Tensor, row: int, group: int, counted: Tensor | None) -> flo
     low = torch.where(inside, values, torch.inf).amin(1)
     high = torch.where(inside, values, -torch.inf).amax(1)
     extent = torch.where(high > low, high - low, 0.0)
-    return float((extent.square() * inside.sum(1)).sum(dtype=torch.float64))
+    return (extent.square() * inside.sum(1)).sum(dtype=torch.float64)
 
 
 def room_for_bits(tensor: Tensor) -> Tensor:
@@ -224,28 +226,74 @@ def quantized_nbytes(numel: int, row: int, group: int, bits: int) -> int:
     return numel // row * (ops.row_bytes(row, group, bits) + 4 * ops.groups_in_row(row, group))
 
 
+@lru_cache(maxsize=64)
+def _gains(least: int, device: torch.device) -> Tensor:
+    """What one bit more takes off the error, from ``least`` bits up to the most."""
+    error = [1.0 / (2**bits - 1) ** 2 for bits in BITS[least - 1 :]]
+    return torch.tensor([a - b for a, b in pairwise(error)], dtype=torch.float64, device=device)
+
+
+def share_bits(cost: Tensor, total: int, least: int = 1) -> Tensor:
+    """Bits ``b`` from ``least`` to 8 that minimise ``sum(cost / (2**b - 1)**2)``, and are ``total`` together, as uint8.
+
+    ``total`` is brought between what all need and what all can have. The best single bit is given first, then the
+    next: because gains fall from bit to bit, that is optimal. Of equal gains the fewer bits are raised first, then the
+    first item. A cost that is negative or not finite counts as the largest finite one. Nothing is read from a device.
+
+    >>> share_bits(torch.tensor([1.0, 100.0]), 6).tolist()
+    [2, 4]
+    >>> share_bits(torch.tensor([1.0, 100.0]), 6, least=3).tolist()
+    [3, 3]
+    """
+    items, gains = cost.numel(), _gains(least, cost.device)
+    steps = max(0, min(total - least * items, len(gains) * items))
+    # One row for each bit, so that a stable sort raises fewer bits first; an item's own bits stay in order.
+    order = torch.sort((gains[:, None] * sound(cost)).view(-1), descending=True, stable=True).indices
+    given = torch.zeros(len(gains) * items, dtype=torch.uint8, device=cost.device).index_fill_(0, order[:steps], 1)
+    return given.view(len(gains), items).sum(0, dtype=torch.uint8) + least
+
+
+def sound(cost: Tensor) -> Tensor:
+    """Costs in float64, relative to the largest; what is no cost counts as the largest."""
+    cost = cost.to(torch.float64)
+    fine = torch.isfinite(cost) & (cost >= 0)
+    if not cost.numel():
+        return cost
+    largest = torch.where(fine, cost, 0.0).max()
+    return torch.where(fine, cost, largest) / torch.where(largest > 0, largest, 1.0)
+
+
 @dataclass(frozen=True)
 class SampleQuant(Codec):
     """Random rounding in groups, with a number of bits for each sample (level 3 of ActNN, Chen et al. 2021).
 
-    ``bits[n]`` is the number for sample ``n`` of dimension 0, which must be the outermost in memory. A sample has the
-    bytes that ``GroupQuant(bits[n], group, "sample")`` gives it with the same key, and one byte more for its number of
+    ``samples`` samples share ``total`` bits a value, from ``least`` to 8 each; a tensor with another number of samples
+    has its part of them, rounded down. The bits go where they lower the variance of the rounding most:
+    :func:`share_bits` by the squared ranges of a sample's groups. That is decided where the tensor lies, and the host
+    need not know it, because the sum of all bits tells the bytes. If rows of codes do not fill their bytes, it also
+    depends on who has how many, and the codes have room for the worst case: a few bytes more for each sample.
+
+    Samples are dimension 0, which must be the outermost in memory. A sample with ``b`` bits has the bytes that
+    ``GroupQuant(b, group, "sample")`` gives it with the same key, and one byte more for its number of
     bits. Errors are those of ``GroupQuant``, and a group with NaN or Inf decodes to NaN here too.
     """
 
     id: ClassVar[str] = "sample_quant"
-    bits: tuple[int, ...]
+    total: int
+    samples: int
+    least: int = 1
     group: int = 256
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, tuple):
-            raise ValueError(f"bits must be a tuple with a number for each sample; got {self.bits!r}")
-        for bits in self.bits:
-            require(bits, BITS, "bits")
+        require_positive(self.samples, "samples")
+        require(self.least, BITS, "least")
         require_positive(self.group, "group")
+        low, high = self.samples, self.samples * BITS[-1]
+        if isinstance(self.total, bool) or not isinstance(self.total, int) or not low <= self.total <= high:
+            raise ValueError(f"{self.samples} samples share {low} to {high} bits in total; got {self.total!r}")
 
     def __str__(self) -> str:
-        return f"{self.id}({sum(self.bits) / max(1, len(self.bits)):.3g} bits on average)"
+        return f"{self.id}({max(self.total / self.samples, self.least):.3g} bits on average)"
 
     def encode(self, tensor: Tensor, *, key: int, support: Tensor | None = None) -> Packed:
         """Quantize each group. With ``support`` the range of a group covers its positive values only."""
@@ -258,34 +306,49 @@ class SampleQuant(Codec):
 
     def _encode(self, tensor: Tensor, key: int, positive: bool, support: Tensor | None) -> Packed:
         require_float(tensor, self)
-        flat, meta, _ = flatten(tensor)
-        self._require_samples(meta)
-        # The sizes of codes follow from the bits, so these stay with the host: it need not ask the device for them.
-        bits = torch.tensor(self.bits, dtype=torch.uint8)
-        codes, side = ops.quantize_samples(flat, bits, self.group, key, positive, support)
+        flat, meta, layout = flatten(tensor)
+        samples, size = self._require_samples(meta), self._code_bytes(meta)
+        energy = ops.range_energy(flat, row_of("sample", layout, meta.numel), self.group, positive)
+        bits = share_bits(energy, self._shared(samples), self.least)
+        codes, side = ops.quantize_samples(flat, bits, size, self.group, key, positive, support)
         return Packed(self, meta, (codes, side, bits))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """The level of each code. With ``support`` the zeros of a rectified tensor come back exactly."""
-        meta, (codes, side, _) = packed.meta, packed.buffers
-        bits = torch.tensor(self.bits, dtype=torch.uint8)
+        meta, (codes, side, bits) = packed.meta, packed.buffers
         flat = ops.dequantize_samples(codes, side, bits, meta.numel, self.group, meta.dtype, support)
         return flat.as_strided(meta.shape, meta.stride)
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
         """The codes, four bytes for each group, and one byte for each sample."""
-        self._require_samples(meta)
-        row = meta.numel // max(1, len(self.bits))
-        return len(self.bits) + sum(quantized_nbytes(row, row, self.group, bits) for bits in self.bits)
+        samples = self._require_samples(meta)
+        if meta.numel == 0:
+            return 0
+        return self._code_bytes(meta) + samples * (1 + 4 * ops.groups_in_row(meta.numel // samples, self.group))
 
-    def _require_samples(self, meta: TensorMeta) -> None:
-        if not meta.shape or meta.shape[0] != len(self.bits):
+    def _shared(self, samples: int) -> int:
+        """The sum of the bits of so many samples."""
+        return max(self.total * samples // self.samples, self.least * samples)
+
+    def _code_bytes(self, meta: TensorMeta) -> int:
+        """The most bytes that codes can take, whoever gets the bits: all take the same if rows fill their bytes."""
+        samples = meta.shape[0]
+        if meta.numel == 0:
+            return 0
+        total, row = self._shared(samples), meta.numel // samples
+        size = {bits: ops.row_bytes(row, self.group, bits) for bits in BITS[self.least - 1 :]}
+        # A mean of bits lies between two numbers; a mixture of these has the most bytes for some pair (a hull).
+        pairs = [(a, b) for a in size for b in size if a * samples <= total <= b * samples and a < b]
+        return (
+            max((size[a] * (b * samples - total) + size[b] * (total - a * samples)) // (b - a) for a, b in pairs)
+            if pairs
+            else size[BITS[-1]] * samples
+        )
+
+    def _require_samples(self, meta: TensorMeta) -> int:
+        if not meta.shape or (meta.numel and layout_of(meta.shape, meta.stride).order[0] != 0):
             raise ValueError(
-                f"{self.id} has bits for {len(self.bits)} samples; got a tensor of shape {tuple(meta.shape)}, whose "
-                "dimension 0 has to be as large"
-            )
-        if meta.numel and layout_of(meta.shape, meta.stride).order[0] != 0:
-            raise ValueError(
-                f"{self.id} needs the samples (dimension 0) outermost in memory; got shape {tuple(meta.shape)} with "
+                f"{self.id} needs samples in dimension 0, outermost in memory; got shape {tuple(meta.shape)} with "
                 f"strides {tuple(meta.stride)}. Make the tensor contiguous, or take GroupQuant"
             )
+        return meta.shape[0]

@@ -30,7 +30,7 @@ _ROUNDING = 0x2545F4914F6CDD1D  # makes the key of the codes another than the ke
 class Projection(Codec):
     """Keeps each row ``x`` of ``D`` values as ``y = x R``, which has ``rank`` values, and decodes it as ``y R'``.
 
-    With ``kind="random"`` R holds random signs over sqrt(rank). Decode makes it again from the key, so only 8 bytes are
+    With ``kind="random"`` R holds random signs over sqrt(rank). Decode makes it again from the key, so nothing is
     stored for it. Because ``E[R R'] = I``, the decoded tensor is unbiased, and
     ``E|error|^2 = (D - 1) / rank * |x|^2`` whatever the values are.
 
@@ -64,14 +64,14 @@ class Projection(Codec):
         if meta.numel == 0:
             return Packed(self, meta, (flat.new_empty(0),))
         x = flat.view(rows, columns)
+        stored: tuple[Tensor, ...] = ()
         if self.kind == "random":
-            stored = torch.tensor([key], dtype=torch.int64, device=x.device)
             factor = signs(columns, self.rank, key, x.device)
         else:
-            stored = self._basis(x, key)
-            factor = stored.to(torch.float32, copy=True)
+            stored = (self._basis(x, key),)
+            factor = stored[0].to(torch.float32, copy=True)
         factor /= _gain(columns)
-        return Packed(self, meta, (*self._project(x, factor, key), stored))
+        return Packed(self, meta, (*self._project(x, factor, key), *stored), 0 if stored else key)
 
     def _project(self, x: Tensor, factor: Tensor, key: int) -> tuple[Tensor, ...]:
         width = factor.shape[1]
@@ -94,16 +94,16 @@ class Projection(Codec):
         rows, columns = x.shape
         width = min(self.rank, columns)
         low, high = torch.aminmax(x)
-        largest = float(torch.maximum(-low, high))
-        if not math.isfinite(largest):
-            return x.new_full((columns, width), torch.nan)
+        largest = torch.maximum(-low, high).to(torch.float32)
+        fine = torch.isfinite(largest)
         test = signs(columns, width, key, x.device)
         sketch = torch.zeros_like(test)
         for first, last in _chunks(rows, columns):
             # Values are divided by the largest, so that their squares neither overflow nor vanish.
-            piece = x[first:last].to(torch.float32) / max(largest, _SMALLEST)
+            piece = x[first:last].to(torch.float32) / largest.clamp_min(_SMALLEST)
             sketch.addmm_(piece.t(), _product(piece, test))
-        basis: Tensor = torch.linalg.qr(sketch).Q
+        basis: Tensor = torch.linalg.qr(torch.where(fine, sketch, 0.0)).Q
+        basis = torch.where(fine, basis, torch.nan)
         return basis.to(x.dtype, memory_format=torch.contiguous_format, copy=True)
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
@@ -112,13 +112,13 @@ class Projection(Codec):
         if meta.numel == 0:
             return packed.buffers[0].new_empty_strided(meta.shape, meta.stride)
         rows, columns = _matrix(meta)
-        *projected, stored = packed.buffers
+        projected, device = list(packed.buffers), packed.buffers[0].device
         if self.kind == "random":
-            factor = signs(columns, self.rank, int(stored), stored.device)
+            factor = signs(columns, self.rank, packed.key, device)
             factor *= _gain(columns) / self.rank
         else:
-            factor = stored.to(torch.float32) * _gain(columns)
-        out = stored.new_empty((rows, columns), dtype=meta.dtype)
+            factor = projected.pop().to(torch.float32) * _gain(columns)
+        out = torch.empty((rows, columns), dtype=meta.dtype, device=device)
         for first, last in _chunks(rows, columns):
             x = _product(self._rows(projected, first, last, rows, factor.shape[1]), factor.t())
             if meta.dtype == torch.float16:
@@ -137,14 +137,14 @@ class Projection(Codec):
         return Packed(self._quantizer, _wide(last - first, width), pieces).decode()
 
     def packed_nbytes(self, meta: TensorMeta) -> int:
-        """The projected rows, and either the key or the basis."""
+        """The projected rows, and the basis if it cannot be made again."""
         if meta.numel == 0:
             return 0
         rows, columns = _matrix(meta)
         width, itemsize = self.rank, meta.dtype.itemsize
         if self.kind == "subspace":
             width = min(width, columns)
-        stored = 8 if self.kind == "random" else columns * width * itemsize
+        stored = 0 if self.kind == "random" else columns * width * itemsize
         projected = self._quantizer.packed_nbytes(_wide(rows, width)) if self.bits else rows * width * itemsize
         return projected + stored
 
@@ -156,7 +156,7 @@ class Projection(Codec):
 def signs(rows: int, columns: int, key: int, device: torch.device) -> Tensor:
     """A matrix of +1 and -1 in float32. Each sign is one bit of a hash of the key and its place."""
     words = -(-columns // 32)
-    low, high = (int(mix(torch.tensor(part & _WORD, device=device))) for part in (key, (key >> 32) ^ _ROUNDING))
+    low, high = (int(mix(torch.tensor(part & _WORD, device="cpu"))) for part in (key, (key >> 32) ^ _ROUNDING))
     out = torch.empty((rows, columns), dtype=torch.float32, device=device)
     bit = torch.arange(32, device=device)
     for first, last in _chunks(rows, columns):

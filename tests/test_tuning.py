@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowtide.codecs import BlockMean, Cast, GroupQuant, SampleQuant, TensorMeta
+from lowtide.codecs.groups import share_bits
 from lowtide.graph.capture import Site
 from lowtide.graph.rules import Need
 from lowtide.kernels import ops
@@ -66,6 +67,18 @@ def test_bits_of_equal_weight_are_optimal(cost, extra, weight):
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
+@given(cost=costs, extra=st.integers(0, 30), least=st.integers(1, 8))
+def test_shared_bits_are_optimal_and_have_the_sum_that_the_host_expects(cost, extra, least):
+    total = len(cost) * least + extra
+    bits = share_bits(torch.tensor(cost, dtype=torch.float64), total, least).tolist()
+    assert sum(bits) == min(total, 8 * len(cost))
+    assert min(bits) >= least
+    # Sums of a few float64: the two objectives may differ by rounding only.
+    assert objective(cost, bits) <= optimum(cost, [1] * len(cost), total, range(least, 9)) * (1 + 1e-12)
+    assert bits == allocate(torch.tensor(cost, dtype=torch.float64), 1, total, floors=[least] * len(cost)).tolist()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     cost=costs,
     weight=st.lists(st.integers(1, 50), min_size=4, max_size=4),
@@ -106,7 +119,7 @@ def test_a_broken_cost_counts_as_the_largest_and_starves_nobody():
     sound = torch.tensor([4.0, 1.0, 16.0, 16.0])
     for broken in (math.nan, math.inf, -math.inf, -1.0):
         cost = torch.tensor([4.0, 1.0, 16.0, broken])
-        assert allocate(cost, 1, 11).tolist() == allocate(sound, 1, 11).tolist()
+        assert allocate(cost, 1, 11).tolist() == allocate(sound, 1, 11).tolist() == share_bits(cost, 11).tolist()
 
 
 def test_steps_are_ordered_by_gain_for_their_size():
@@ -398,12 +411,14 @@ def maps(scales, shape=(4, 6, 6), seed=0):
     return torch.randn(len(scales), *shape, generator=generator) * torch.tensor(scales).view(-1, 1, 1, 1)
 
 
-def bits_of(codec, samples):
-    return [codec.bits] * samples if isinstance(codec, GroupQuant) else list(codec.bits)
+def bits_of(codec, tensor):
+    if isinstance(codec, GroupQuant):
+        return [codec.bits] * len(tensor)
+    return codec.encode(tensor, key=0).buffers[2].tolist()
 
 
 def decide(tuner, site, tensor, need=Need.LINEAR, base=BASE):
-    return bits_of(codec_of(tuner, use_of(tensor, site, need=need), tensor, base), len(tensor))
+    return bits_of(codec_of(tuner, use_of(tensor, site, need=need), tensor, base), tensor)
 
 
 def greedy(cost, weight, budget):
@@ -444,17 +459,20 @@ def test_samples_of_a_layer_share_its_bits_by_their_ranges():
     assert found == greedy(energies(x), [1] * 5, 10)
     assert found[0] < found[3]
     codec = codec_of(tuner, use_of(x, CONV[0]), x, BASE)
-    assert codec == SampleQuant(tuple(found), 16)
+    assert codec == SampleQuant(10, 5, 1, 16)
     assert tuner.seconds() > 0
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_equal_samples_get_the_plain_codec():
+def test_samples_that_must_have_equal_bits_get_the_plain_codec():
+    x = torch.ones(1, 4, 6, 6).repeat(6, 1, 1, 1)
+    for bits in (1, 8):
+        assert codec_of(SampleTuner(bits, 16), use_of(x, CONV[0]), x, BASE) == GroupQuant(bits, 16, "sample")
+    assert codec_of(SampleTuner(3, 16), use_of(x[:1], CONV[0]), x[:1], BASE) == GroupQuant(3, 16, "sample")
     tuner = SampleTuner(3, 16)
     tuner.begin(0)
-    x = torch.ones(1, 4, 6, 6).repeat(6, 1, 1, 1)
     for value in (x, x * math.nan, x.cumsum(1)):
-        assert codec_of(tuner, use_of(value, CONV[0]), value, BASE) == GroupQuant(3, 16, "sample")
+        assert decide(tuner, CONV[0], value) == [3] * 6
     half = SampleTuner(2.5, 16)
     assert decide(half, CONV[0], x) == [3, 3, 3, 2, 2, 2]
 
@@ -567,7 +585,7 @@ def test_a_tensor_of_two_layers_costs_what_both_lose():
     pair = {CONV[0]: x, CONV[1]: other}
     won = pooled(pair, {**seen, CONV[0]: torch.full((4, 9), math.hypot(2.0, 2.5))}, 2, {})[CONV[0]]
     assert won != pooled(pair, {**seen, CONV[0]: seen[CONV[2]]}, 2, {})[CONV[0]], "the larger alone would do as well"
-    assert bits_of(codec, 4) == greedy(energies(x), [1] * 4, won)
+    assert bits_of(codec, x) == greedy(energies(x), [1] * 4, won)
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..codecs import Cast, Codec, GroupQuant, Raw
+from ..codecs import Cast, Codec, GroupQuant, LogQuant, Raw
 from ..codecs.groups import BITS
 from ..graph import capture
 from ..graph.capture import Site
@@ -191,6 +191,8 @@ class Policy:
 def _safe(use: Use, choice: Choice) -> Choice:
     """No method rounds a divisor by a step: bfloat16 has the exponents of float32, so its error is relative."""
     codec = choice.codec
+    if isinstance(codec, LogQuant) and use.need is not Need.LOGARITHM:
+        return Choice.keep(f"{codec.id} stores log-probabilities alone")
     if use.need is not Need.RELATIVE or codec is None or codec.exact or codec == _DIVISOR:
         return choice
     return Choice.store(_DIVISOR, choice.home)

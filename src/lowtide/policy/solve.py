@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..codecs.groups import sound
+
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 _ROUNDS = 8
@@ -74,7 +76,7 @@ def allocate(
 
     # One row for each step, so that a stable sort raises lower widths first; an item's own steps stay in order.
     size = steps[:, None] * weights
-    worth = (gain / steps)[:, None] * (_sound(cost) / weights)
+    worth = (gain / steps)[:, None] * (sound(cost) / weights)
     order = torch.sort(worth.view(-1), descending=True, stable=True).indices
     left = budget.to(device) - least if isinstance(budget, Tensor) else torch.tensor(budget - least, device=device)
     given = torch.zeros(items, device="cpu") if floors is None else torch.tensor(floors, device="cpu")
@@ -104,16 +106,6 @@ def _check_weights(cost: Tensor, weights: Tensor) -> None:
         )
     if weights.numel() and int(weights.min()) < 1:
         raise ValueError(f"every weight must be at least 1; got {int(weights.min())}")
-
-
-def _sound(cost: Tensor) -> Tensor:
-    """Costs in float64, relative to the largest; what is no cost counts as the largest."""
-    cost = cost.to(torch.float64)
-    sound = torch.isfinite(cost) & (cost >= 0)
-    if not cost.numel():
-        return cost
-    largest = torch.where(sound, cost, 0.0).max()
-    return torch.where(sound, cost, largest) / torch.where(largest > 0, largest, 1.0)
 
 
 def choose(cost: Sequence[Sequence[float]], nbytes: Sequence[Sequence[int]], budget: int) -> list[int]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...graph.capture import Site
@@ -36,6 +37,10 @@ class Wanted(Enum):
     """What noise in the saved tensor does to the gradients that the op hands on, to :meth:`Tuner.observe_probe`."""
 
 
+Number = float | Tensor
+"""A number that may still lie on a device, as a tensor of one value; see :func:`read`."""
+
+
 class Arrived(NamedTuple):
     """The gradient of one input of an op, and how noise in a tensor that the op saved changes it."""
 
@@ -43,12 +48,12 @@ class Arrived(NamedTuple):
     """Which input."""
     is_leaf: bool
     """Does it belong to a parameter, so that nothing flows on?"""
-    square: float
-    change: float
+    square: Number
+    change: Number
     """The square of the change."""
-    along: float
+    along: Number
     """The part of the change that is along the gradient itself, times its length."""
-    total: float
+    total: Number
     """The square of all that arrives at that input's maker, from this op and from others; 0 if it is unknown."""
 
 
@@ -81,9 +86,9 @@ class Tuner(ABC):
         """In backward: the gradients of the output and of the other factor of a linear op."""
         return
 
-    def tried(self, site: Site) -> float:
-        """In backward: the mean square of the noise to try on a saved tensor; 0 for none."""
-        return 0.0
+    def tried(self, site: Site) -> Number | None:
+        """In backward: the mean square of the noise to try on a saved tensor; None for no trial."""
+        return None
 
     def observe_probe(self, site: Site, arrived: Sequence[Arrived]) -> None:
         """In backward: what that noise did to the gradient of each input of the op."""
@@ -126,6 +131,30 @@ class Probed(Tuner):
     @abstractmethod
     def measured(self, found: Sequence[tuple[Use, float]]) -> None:
         """For each probed tensor the squared change of the gradient; decide anew."""
+
+
+def read(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in main memory, of any shapes and types: one read for each device, however many there are.
+
+    They may have been made on several streams, so the whole device is waited for.
+    """
+    found: dict[int, Tensor] = {}
+    for device in {tensor.device for tensor in tensors}:
+        those = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        if device.type == "cpu":
+            found.update((i, tensors[i].detach()) for i in those)
+            continue
+        torch.accelerator.synchronize(device)
+        line = torch.cat([tensors[i].detach().reshape(-1) for i in those]).cpu()
+        pieces = torch.split(line, [tensors[i].numel() for i in those])
+        found.update((i, p.view(tensors[i].shape).to(tensors[i].dtype)) for i, p in zip(those, pieces, strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
+def square_of(tensor: Tensor) -> Tensor:
+    """The sum of the squares of a tensor's values, on its device."""
+    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
+    return norm.to(torch.float64).square()
 
 
 def require_keys(state: Mapping[str, Any], keys: set[str]) -> None:

@@ -23,13 +23,13 @@ _SAMPLE = 1 << 18
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def histogram(x: Tensor, row: int, group: int, positive: bool, source: Tensor | None = None) -> Tensor:
+def histogram(x: Tensor, row: int, group: int, positive: bool | Tensor, source: Tensor | None = None) -> Tensor:
     """How many values of flat ``x`` lie in each of 512 parts of their group's range, as int64.
 
-    Groups are those of the kernels: ``group`` values within a row. With ``positive`` only values above zero set
-    ranges and count; ``source`` gives the sign where ``x`` is a difference. At most 2**18 values
-    are looked at (one group at least), evenly spread. Values at the ends of their range are left out: any levels keep
-    them exactly. So are groups with a value that is not finite, and constant ones.
+    Groups are those of the kernels: ``group`` values within a row. With ``positive``, which may be a truth value on the
+    device, only values above zero set ranges and count; ``source`` gives the sign where ``x`` is a difference. At most
+    2**18 values are looked at (one group at least), evenly spread. Values at the ends of their range are left out: any
+    levels keep them exactly. So are groups with a value that is not finite, and constant ones.
     """
     counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
     if x.numel() == 0:
@@ -44,7 +44,7 @@ def histogram(x: Tensor, row: int, group: int, positive: bool, source: Tensor | 
     inside = inner < (row - place)[:, None]
     index = torch.where(inside, index, 0)
     values = x[index].to(torch.float32)
-    counted = inside & ~((x if source is None else source)[index] <= 0) if positive else inside
+    counted = inside & ~(((x if source is None else source)[index] <= 0) & positive)
     low = torch.where(counted, values, torch.inf).amin(1, keepdim=True)
     high = torch.where(counted, values, -torch.inf).amax(1, keepdim=True)
     at = (values - low) / (high - low)

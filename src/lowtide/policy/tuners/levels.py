@@ -58,7 +58,7 @@ class LevelTuner(Tuner):
         table = self._tables.get(use.sites[0])
         if table is None or table.bits != codec.bits or not 0 <= self._step - table.step < self.refresh:
             with self.timed():
-                fitted = fitting.fit_levels(histogram_of(tensor.detach(), codec), codec.bits)
+                fitted = fitting.fit_levels(histogram_of(tensor.detach(), codec).cpu(), codec.bits)
             even = fitted == fitting.uniform_levels(codec.bits)
             table = self._tables[use.sites[0]] = _Table(self._step, codec.bits, None if even else fitted)
         if table.levels is None:
@@ -80,12 +80,12 @@ class LevelTuner(Tuner):
 
 
 def histogram_of(tensor: Tensor, base: GroupQuant | BlockMean) -> Tensor:
-    """Where the values that ``base`` rounds lie in their groups."""
+    """Where the values that ``base`` rounds lie in their groups; nothing is read from a device."""
     layout = base.layout if isinstance(base, GroupQuant) else "sample"
     if isinstance(base, BlockMean):  # the first samples are enough, and their differences are small
         samples = max(1, _SAMPLE * tensor.shape[0] // max(1, tensor.numel()))
         tensor = tensor[:samples]
-    rectified = tensor.numel() > 0 and bool(tensor.amin() >= 0)
+    rectified: bool | Tensor = tensor.amin() >= 0 if tensor.numel() > 0 else False
     flat, meta, order = flatten(tensor)
     row = row_of(layout, order, meta.numel)
     if isinstance(base, GroupQuant):

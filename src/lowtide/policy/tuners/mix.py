@@ -21,13 +21,14 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...codecs import BlockMean, Cast, Codec, GroupQuant, from_config
-from ...codecs.base import flatten
+from ...codecs import BlockMean, Cast, Codec, GroupQuant, LogQuant, from_config
+from ...codecs.base import flatten, layout_of
 from ...graph.capture import Site
 from ...graph.rules import Need
 from ...kernels import ops
@@ -35,7 +36,7 @@ from ..choice import Action, Choice
 from ..plan import Plan
 from ..solve import assign
 from ..use import Use
-from .base import Arrived, FromSources, Probed, Wanted, require_keys, site_of
+from .base import Arrived, FromSources, Number, Probed, Wanted, read, require_keys, site_of, square_of
 
 _LOOK = 1 << 16
 """Values on which errors are measured: the spread of a mean square over them is well below a percent."""
@@ -44,6 +45,13 @@ _LEAST = {Need.LINEAR: 1, Need.BATCH: 1, Need.PROPAGATE: 2, Need.EXPONENT: 4}
 """Noise is tried at four bits. What passes through an exponential does not grow in proportion to it beyond that."""
 
 _TRIED = 4
+
+_PLAIN = range(1, 5)
+"""Bits that are looked at without dither."""
+
+_HALF = Cast("bfloat16")
+_HALF_ERROR = 2.0**-18
+"""The mean square of its error beside that of the values."""
 
 _BIAS = 0.01
 """Where noise passes through a bend, its mean effect may be at most this part of a gradient."""
@@ -65,6 +73,49 @@ class Option(NamedTuple):
         return (
             Choice.keep("its noise would cost more than its bytes") if self.codec is None else Choice.store(self.codec)
         )
+
+
+class _Candidates(NamedTuple):
+    """The codecs that one tensor is looked at with, and how their errors follow from a few numbers.
+
+    The numbers are the energies of the families, the squared errors without dither, and the mean square of the values.
+    """
+
+    dithered: list[Codec]
+    """Of each family those of 1 to 8 bits."""
+    plain: list[GroupQuant]
+    fits: dict[Codec, int]
+    """The bytes of those that may be chosen."""
+    numel: int
+
+    def options(self, numbers: Sequence[float]) -> tuple[list[Option], float]:
+        """Those that may be chosen and are worth it, with their errors; and the mean square of the values."""
+        count, square = max(1, self.numel), numbers[-1]
+        found: list[tuple[Codec, float]] = []
+        for i, codec in enumerate(self.dithered):
+            # A dithered value errs uniformly over a step, so one look at the ranges tells the error for all bits.
+            found.append((codec, numbers[i // 8] / count / (12 * (2 ** (i % 8 + 1) - 1) ** 2)))
+        families = len(self.dithered) // 8
+        for i, codec in enumerate(self.plain):
+            error = numbers[families + i] / count
+            error = error if math.isfinite(error) else math.inf  # NaN counts as the worst
+            if error >= found[i][1]:
+                break
+            found.append((codec, error))
+        found.append((_HALF, square * _HALF_ERROR))
+        return [Option(codec, error, self.fits[codec]) for codec, error in found if codec in self.fits], square
+
+    def tried(self, numbers: Sequence[Tensor]) -> Tensor:
+        """The mean square of the noise that backward tries, on the device: that of four bits, if they fit."""
+        fitting = [i for i, codec in enumerate(self.dithered) if codec in self.fits]
+        four = next((i for i in fitting if i % 8 + 1 == _TRIED), None)
+        if four is None and (_HALF in self.fits or not fitting):
+            return numbers[-1].to(torch.float64) * _HALF_ERROR
+        i = fitting[-1] if four is None else four
+        # Divided by tensors, because CUDA multiplies by the inverse of a number of the host.
+        by = torch.full((2,), 12.0 * (2 ** (i % 8 + 1) - 1) ** 2, dtype=torch.float64, device=numbers[0].device)
+        by[:1].fill_(max(1, self.numel))
+        return numbers[i // 8] / by[0] / by[1]
 
 
 class Finding(NamedTuple):
@@ -147,19 +198,24 @@ class _Felt:
         return max((share.along for share in self.shares.values() if not share.is_leaf), default=0.0)
 
 
+_SHORT = 8
+"""Rows of less than this part of a group would pay more than a bit a value for ranges of their own."""
+
 _NEGLIGIBLE = 0.01
 """A parameter with less than this part of the gradient's length counts as if it had that."""
 
 
 def groups_for(use: Use, bits: int, group: int) -> GroupQuant:
-    """Dithered groups, in maps of one channel each: the ranges of channels differ."""
-    return GroupQuant(bits, group, "channel" if use.dims else "row", dither=True)
+    """Dithered groups, in maps of one channel each: the ranges of channels differ; across rows that are very short."""
+    short = not use.dims and layout_of(use.meta.shape, use.meta.stride).sizes[-1:] < (group // _SHORT,)
+    return GroupQuant(bits, group, "channel" if use.dims else "flat" if short else "row", dither=True)
 
 
 class MixTuner(Probed):
     """A codec for each tensor, ``bits`` a value on average over all of them; or nothing where it can be rebuilt.
 
     Measuring steps look at every tensor and at every gradient; the plan that follows stands until the next of them.
+    What they measure stays on the device, with a note of what it is for, until somebody has to know (:meth:`settle`).
     """
 
     def __init__(self, bits: float, group: int) -> None:
@@ -172,6 +228,9 @@ class MixTuner(Probed):
         self._seen: dict[Site, _Seen] = {}
         self._by_site: dict[Site, _Seen] = {}
         self._felt: dict[Site, _Felt] = {}
+        self._notes: list[tuple[Sequence[Number], Callable[..., None]]] = []
+        self._trying: dict[Site, Tensor] = {}  # what notes will say of it, for the backward that comes before
+        self._rounded: set[Site] = set()  # first sites of what the last look found stored with an error
         self._probed: dict[Site, float] = {}
         self._plan = Plan()
         self.planner: Callable[[list[Finding]], Plan] | None = None
@@ -181,10 +240,22 @@ class MixTuner(Probed):
     @property
     def ready(self) -> bool:
         """After the first forward."""
-        return bool(self._seen)
+        return bool(self._seen or self._notes)
+
+    def settle(self) -> None:
+        """Read all numbers that were measured and not read yet, at once, and note them in the order of measuring."""
+        notes, self._notes = self._notes, []
+        found = read([number for numbers, _ in notes for number in numbers if isinstance(number, Tensor)])
+        values = iter(found)
+        for numbers, note in notes:
+            note(*(float(next(values)) if isinstance(number, Tensor) else number for number in numbers))
+        self._trying.clear()
 
     def begin(self, step: int) -> None:
         """Decide after a step that measured; a loss scale that is too large makes gradients that tell nothing."""
+        if self._notes:
+            with self.timed():
+                self.settle()
         if self._measuring and self._felt and not self._bad:
             with self.timed():
                 self._decide()
@@ -198,6 +269,8 @@ class MixTuner(Probed):
 
     def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
         """What the plan says; ``base`` where it says nothing."""
+        if use.need is Need.LOGARITHM and base.codec == Cast("bfloat16"):
+            return base.with_codec(LogQuant(group=self.group))
         if use.need not in _LEAST or tensor.numel() == 0:
             return base
         planned = self._plan.choices.get(use.sites[0])
@@ -214,36 +287,42 @@ class MixTuner(Probed):
             # Groups of small maps hold several samples. With fewer they are shorter, and their ranges smaller.
             fewest = -(-self.group // max(1, math.prod(tensor.shape[2:]))) if use.dims else 1
             piece = tensor[: max(fewest, _LOOK * tensor.shape[0] // tensor.numel())]
-        least = _LEAST[use.need]
-        options = [
-            Option(codec, error, nbytes)
-            for codec, error in self._errors(use, piece)
-            if getattr(codec, "bits", 16) >= least and (nbytes := codec.packed_nbytes(use.meta)) < use.meta.nbytes
-        ]
-        if not options:
+        found = self._candidates(use, piece)
+        if found is None:
             return
-        wide = piece.to(torch.float32)
-        square = float(wide.square().mean())
-        error = next((o.error for o in options if o.codec == now.codec), 0.0)
-        gain, bend, rebuilt = self._from_sources(use, tensor, from_sources)
-        if now.action is Action.REBUILD:
-            error = rebuilt
-        tried = next((o.error for o in options if getattr(o.codec, "bits", 0) == _TRIED), options[-1].error)
-        options.append(Option(None, 0.0, use.meta.nbytes))
-        self._remember(_Seen(use.sites, use.meta.numel, square, options, error, tried, use.sources, gain, bend))
+        candidates, numbers = found
+        tried = candidates.tried(numbers)
+        self._trying.update(dict.fromkeys(use.sites, tried))
+        self._rounded.discard(use.sites[0])
+        if now.action is Action.REBUILD or now.codec in candidates.fits:
+            self._rounded.add(use.sites[0])
+        rebuilt: tuple[Number, ...] = ()
+        size = (0, 0)
+        # Sources that are exact now tell nothing of what rebuilding costs, and what was measured earlier holds.
+        if from_sources is not None and not self._rounded.isdisjoint(use.sources):
+            error = from_sources().to(torch.float32).sub_(tensor)
+            means = _means(error, bool(use.dims))
+            rebuilt, size = (square_of(error), square_of(means)), (error.numel(), means.numel())
 
-    def _from_sources(
-        self, use: Use, tensor: Tensor, from_sources: FromSources | None
-    ) -> tuple[float | None, float, float]:
-        """Gain, bend and error of rebuilding the tensor from its sources as they are stored now.
+        count = len(numbers)
 
-        Sources that are exact now tell nothing of it, and what was measured earlier holds.
-        """
+        def note(tried: float, *values: float) -> None:
+            own, again = values[:count], values[count:]
+            options, square = candidates.options(own)
+            error = next((o.error for o in options if o.codec == now.codec), 0.0)
+            gain, bend, lost = self._from_sources(use, _errors(again[0], again[1], *size) if again else None)
+            if now.action is Action.REBUILD:
+                error = lost
+            options.append(Option(None, 0.0, use.meta.nbytes))
+            self._remember(_Seen(use.sites, use.meta.numel, square, options, error, tried, use.sources, gain, bend))
+
+        self._notes.append(((tried, *numbers, *rebuilt), note))
+
+    def _from_sources(self, use: Use, errors: tuple[float, float] | None) -> tuple[float | None, float, float]:
+        """Gain, bend and error of rebuilding the tensor from its sources as they are stored now."""
         base = sum(self._seen[s].error for s in use.sources if s in self._seen)
-        if from_sources is not None and base > 0:
-            error, offset = _errors_of(from_sources(), tensor, bool(use.dims))
-            if math.isfinite(error):
-                return error / base, offset / base**2, error
+        if errors is not None and base > 0 and math.isfinite(errors[0]):
+            return errors[0] / base, errors[1] / base**2, errors[0]
         before = self._seen.get(use.sites[0])
         if before is None or before.sources != use.sources or before.gain is None:
             return None, 0.0, 0.0
@@ -253,32 +332,29 @@ class MixTuner(Probed):
         self._seen[seen.sites[0]] = seen
         self._by_site.update(dict.fromkeys(seen.sites, seen))
 
-    def _errors(self, use: Use, piece: Tensor) -> list[tuple[Codec, float]]:
-        """Every codec that is worth a look, with the mean square of its error."""
+    def _candidates(self, use: Use, piece: Tensor) -> tuple[_Candidates, list[Tensor]] | None:
+        """Every codec that is worth a look, and what :class:`_Candidates` needs to know; None if there is none."""
         group = groups_for(use, 2, self.group)
         families: list[GroupQuant | BlockMean] = [group]
-        if not use.dims and use.meta.shape[-1:] < (
-            self.group,
-        ):  # short rows would have groups, and ranges, of their own
+        short = group.layout == "row" and use.meta.shape[-1:] < (self.group,)
+        if short:  # such rows have groups, and ranges, of their own
             families.append(dataclasses.replace(group, layout="flat"))
         if use.dims and max(use.meta.shape[2:]) > 1:
             families.append(BlockMean(8, use.dims, 2, self.group, dither=True))
-        found: list[tuple[Codec, float]] = []
-        for family in families:
-            # A dithered value errs uniformly over a step, so one look at the ranges tells the error for all bits.
-            energy = family.energy(piece, use.rectified) / max(1, piece.numel())
-            for bits in range(1, 9):
-                found.append((dataclasses.replace(family, bits=bits), energy / (12 * (2**bits - 1) ** 2)))
+        codecs: list[Codec] = [dataclasses.replace(family, bits=bits) for family in families for bits in range(1, 9)]
+        plain = [dataclasses.replace(group, bits=bits, dither=False) for bits in _PLAIN]
+        nbytes = {codec: codec.packed_nbytes(use.meta) for codec in (*codecs, *plain, _HALF)}
+        least = _LEAST[use.need]
+        fits = {c: n for c, n in nbytes.items() if getattr(c, "bits", 16) >= least and n < use.meta.nbytes}
+        if not fits:
+            return None
+        numbers = [family.energy(piece, use.rectified) for family in families]
         # Values at the ends of their range (a few levels, many zeros) come back exactly without dither.
         support = ops.pack_band(flatten(piece)[0], 0.0, math.inf, False, True) if use.rectified else None
-        for bits in range(1, 5):
-            plain = dataclasses.replace(group, bits=bits, dither=False)
-            error = _errors_of(plain.encode(piece, key=1, support=support).decode(support), piece, False)[0]
-            if error >= found[bits - 1][1]:
-                break
-            found.append((plain, error))
-        found.append((Cast("bfloat16"), float(piece.to(torch.float32).square().mean()) * 2.0**-18))
-        return found
+        for codec in plain:
+            numbers.append(square_of(codec.encode(piece, key=1, support=support).decode(support).float().sub_(piece)))
+        numbers.append(piece.to(torch.float32).square().mean())
+        return _Candidates(codecs, plain, fits, piece.numel()), numbers
 
     # ------------------------------------------------------------ backward
 
@@ -291,39 +367,48 @@ class MixTuner(Probed):
     def observe_factor(self, site: Site, gradient: Tensor, factor: Tensor) -> None:
         """A linear op: the gradients of its output and of the weight."""
         with self.timed():
-            square, weight = _square(gradient), _square(factor)
-            self._bad = self._bad or not math.isfinite(square + weight)
-            if weight == 0 or not math.isfinite(square + weight):
-                return
-            seen = self._by_site.get(site)
-            error = 0.0 if seen is None else seen.error
             channel = 1 if site.op == "Convolution" else gradient.dim() - 1
             columns = factor.numel() / max(1, gradient.shape[channel])
             if site.op == "GroupedMm":
                 columns /= factor.shape[0]  # each row of the input is read for one of the weights
             others = [d for d in range(gradient.dim()) if d != channel]
-            aligned = _square(gradient.detach().sum(others, dtype=torch.float32)) / square if square > 0 else 1.0
+            summed = square_of(gradient.detach().sum(others, dtype=torch.float32))
+            numbers = square_of(gradient), square_of(factor), summed
+
+        def note(square: float, weight: float, summed: float) -> None:
+            self._bad = self._bad or not math.isfinite(square + weight)
+            if weight == 0 or not math.isfinite(square + weight):
+                return
+            seen = self._by_site.get(site)
+            error = 0.0 if seen is None else seen.error
             # The gradient seen has the noise of this step in it.
             weight = max(weight - columns * square * error, weight / 4)
-            self._felt[site] = _Felt(columns * square, weight, aligned)
+            self._felt[site] = _Felt(columns * square, weight, summed / square if square > 0 else 1.0)
 
-    def tried(self, site: Site) -> float:
-        """The mean square of the noise that backward should try on a tensor; 0 for none."""
+        self._notes.append((numbers, note))
+
+    def tried(self, site: Site) -> Number | None:
+        """The mean square of the noise that backward should try on a tensor; None for no trial."""
         seen = self._by_site.get(site)
-        return 0.0 if seen is None else seen.tried
+        return self._trying.get(site, None if seen is None or seen.tried <= 0 else seen.tried)
 
     def observe_probe(self, site: Site, arrived: Sequence[Arrived]) -> None:
         """What noise of the size that :meth:`tried` gave did to the gradients of the op's inputs."""
+        for edge in arrived:
+            note = partial(self._note_probe, site, edge.edge, edge.is_leaf)
+            self._notes.append(((edge.square, edge.change, edge.along, edge.total), note))
+
+    def _note_probe(
+        self, site: Site, edge: int, is_leaf: bool, square: float, change: float, along: float, total: float
+    ) -> None:
         seen = self._by_site.get(site)
         if seen is None or seen.tried <= 0:
             return
         felt = self._felt.setdefault(site, _Felt())
-        for edge in arrived:
-            total = edge.total if edge.total > 0 else edge.square
-            self._bad = self._bad or not math.isfinite(edge.change + total)
-            if total > 0 and math.isfinite(edge.change + total):
-                noise, along = edge.change / seen.tried, abs(edge.along) / total / seen.tried
-                felt.shares[edge.edge] = _Share(edge.is_leaf, noise, total, along)
+        total = total if total > 0 else square
+        self._bad = self._bad or not math.isfinite(change + total)
+        if total > 0 and math.isfinite(change + total):
+            felt.shares[edge] = _Share(is_leaf, change / seen.tried, total, abs(along) / total / seen.tried)
 
     # ------------------------------------------------------------ probes of the whole gradient
 
@@ -335,6 +420,7 @@ class MixTuner(Probed):
 
     def measured(self, found: Sequence[tuple[Use, float]]) -> None:
         """Use probes of the whole gradient in place of what backward showed."""
+        self.settle()
         for use, change in found:
             seen, trial = self._seen.get(use.sites[0]), self.trial(use)
             if seen is None or trial is None:
@@ -353,6 +439,7 @@ class MixTuner(Probed):
 
         Only options are listed whose mean effect on what flows on is within a percent.
         """
+        self.settle()
         weights = self._weights()
         whole = self._weights(_counts_whole)
         known = [(site, self._seen[site]) for site in weights]
@@ -403,7 +490,10 @@ class MixTuner(Probed):
         numel = sum(seen.numel for seen in self._seen.values())
         left = [seen for site, seen in self._seen.items() if site not in weights]
         spent = sum(next((o.nbytes for o in seen.options if o.error == seen.error), 0) for seen in left)
-        budget = int(self.bits * numel / 8) - spent
+        # What no gradient reaches yet, as behind a gain of zero, stays as it is. If that takes more than its part, the
+        # others do not pay for it: they are all that the gradient is made of.
+        own = sum(seen.numel for _, seen in known)
+        budget = int(max(self.bits * numel / 8 - spent, self.bits * own / 8))
         bias = _BIAS
         options, sources = self._offers(known, bias)
         while bias < 1 and _least(options, sources) > budget:
@@ -458,6 +548,7 @@ class MixTuner(Probed):
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, and what it was or will be made from."""
+        self.settle()
         return {
             "plan": self._plan.to_data(),
             "step": self._step,
@@ -491,12 +582,16 @@ class MixTuner(Probed):
             site_of(site): _Felt(noise, weight, aligned, {edge: _Share(*share) for edge, *share in shares})
             for site, noise, weight, aligned, shares in state["felt"]
         }
-        self._seen, self._by_site = {}, {}
+        self._seen, self._by_site, self._rounded = {}, {}, set()
+        self._notes.clear()
+        self._trying.clear()
         for row in state["seen"]:
             sites, sources = (tuple(map(site_of, row[key])) for key in ("sites", "sources"))
             options = [Option(c and from_config(c), error, nbytes) for c, error, nbytes in row["options"]]
             numbers = {key: row[key] for key in _NUMBERS}
             self._remember(_Seen(sites=sites, sources=sources, options=options, **numbers))
+            if row["error"] > 0:
+                self._rounded.add(sites[0])
 
 
 def _counts_each(felt: _Felt, count: int, total: float) -> float:
@@ -514,23 +609,21 @@ def _least(options: Sequence[Sequence[Option]], sources: Sequence[Sequence[tuple
     return sum(min(o.nbytes for o in those) for those, from_ in zip(options, sources, strict=True) if not from_)
 
 
-def _square(gradient: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
-    return norm * norm
+def _means(error: Tensor, maps: bool) -> Tensor:
+    """The mean of each column or channel."""
+    channel = 1 if maps else error.dim() - 1
+    return error.mean([d for d in range(error.dim()) if d != channel]) if error.dim() > 1 else error
 
 
-def _errors_of(found: Tensor, wanted: Tensor, maps: bool) -> tuple[float, float]:
+def _errors(square: float, of_means: float, numel: int, columns: int) -> tuple[float, float]:
     """The mean squared error, and the mean square of what is left of it in the mean of each column or channel.
 
-    NaN, from values that are not finite, counts as the worst.
+    They come from the sums of squares of the errors and of their means. NaN, from values that are not finite, counts as
+    the worst.
     """
-    error = found.to(torch.float32).sub_(wanted)
-    square = _square(error) / max(1, error.numel())
+    square, columns = square / max(1, numel), max(1, columns)
     if not math.isfinite(square):
         return math.inf, 0.0
-    channel = 1 if maps else error.dim() - 1
-    means = error.mean([d for d in range(error.dim()) if d != channel]) if error.dim() > 1 else error
     # Noise alone leaves a mean square of square / rows there, with a relative spread of sqrt(2 / columns).
-    columns = max(1, means.numel())
-    chance = square * columns / max(1, error.numel()) * (1 + 3 * math.sqrt(2 / columns))
-    return square, max(0.0, _square(means) / columns - chance)
+    chance = square * columns / max(1, numel) * (1 + 3 * math.sqrt(2 / columns))
+    return square, max(0.0, of_means / columns - chance)

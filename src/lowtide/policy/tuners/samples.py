@@ -11,27 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from ...codecs import GroupQuant, SampleQuant
-from ...codecs.base import flatten, require_positive
-from ...codecs.groups import row_of
+from ...codecs.base import flatten, form_of, require_positive
+from ...codecs.groups import BITS, row_of
 from ...graph.capture import Site
 from ...graph.rules import Need
 from ...kernels import ops
 from ..choice import Choice
 from ..solve import allocate
 from ..use import Use
-from .base import FromSources, Tuner, Wanted, require_keys, site_of
+from .base import FromSources, Tuner, Wanted, read, require_keys, site_of
 
 
 @dataclass
 class _Layer:
-    """What the last forward showed of one stored tensor, and the bits its samples may share."""
+    """What a forward showed of one stored tensor, and the bits its samples may share."""
 
     sites: tuple[Site, ...]
-    energy: Tensor  # for each sample
+    energy: Tensor | None  # for each sample, if it was measured since the last competition
     weight: int  # values in a sample
     pixels: int
-    shared: tuple[Tensor, int] | None  # bits in total, for that many samples
-    seen: bool
+    shared: tuple[int, int] | None  # bits in total, for that many samples
 
 
 def taps(model: nn.Module) -> dict[str, float]:
@@ -51,16 +50,16 @@ class SampleTuner(Tuner):
     ``S * taps * E / pixels / (2**b - 1)**2``: ``E`` is the sum of squared ranges of the sample's groups, fresh, and
     ``S`` the mean square of a sample's gradient at the layer's output in the last backward. Once in ``refresh`` steps
     all samples of all layers compete for the bits, weighed by their values, and a layer gets the sum its samples won.
-    In each forward the layer's samples share that sum by their ``E`` (``S`` is common to them).
+    In each forward the codec divides that sum among the layer's samples by their ``E`` (``S`` is common to them).
 
     A layer without a known ``S`` gets ``bits`` for each sample, and so does every layer in the first step. The input of
     a batch norm has no weight gradient to measure by: it takes the bits per sample of the linear layer that was
     stored last before it, and never less than its statistics demand. A tensor that several layers read has the sum of
-    their costs. Only layers seen since the last competition take part in the next; one that comes back later has the
-    bits it had.
+    their costs. Only layers that the step before a competition stored take part in it; one that comes back later has
+    the bits it had.
 
-    Statistics stay on the tensors' device; the bits of a codec are all that is read back. ``bits`` may be
-    fractional. ``taps`` weighs layers as :func:`taps` does; without it every layer counts as one tap.
+    Statistics stay on the tensors' device, and a competition reads them all at once. ``bits`` may be fractional.
+    ``taps`` weighs layers as :func:`taps` does; without it every layer counts as one tap.
     """
 
     def __init__(self, bits: float, group: int, refresh: int = 1, taps: Mapping[str, float] | None = None) -> None:
@@ -87,7 +86,7 @@ class SampleTuner(Tuner):
         self._step = step
         if self._refreshed is not None and 0 <= step - self._refreshed < self.refresh:
             return
-        pool = [layer for layer in self._layers.values() if layer.seen and self._known(layer)]
+        pool = [layer for layer in self._layers.values() if layer.energy is not None and self._known(layer)]
         if pool:
             with self.timed():
                 self._divide(pool)
@@ -97,20 +96,27 @@ class SampleTuner(Tuner):
         return [site for site in layer.sites if site in self._sensitivity]
 
     def _divide(self, pool: list[_Layer]) -> None:
-        device = pool[0].energy.device
-        costs = []
+        energies, sensitivity = self._read()
+        costs, sizes = [], []
         for layer in pool:
-            known = self._known(layer)
-            scale = sum(self._sensitivity[s].to(device) * self._taps.get(s.module, 1.0) for s in known)
-            costs.append(layer.energy.to(device, torch.float64) * scale / layer.pixels)
-        sizes = [cost.numel() for cost in costs]
+            scale = sum(sensitivity[s] * self._taps.get(s.module, 1.0) for s in self._known(layer))
+            energy = energies[layer.sites[0]]
+            costs.append(energy.to(torch.float64) * scale / layer.pixels)
+            sizes.append(energy.numel())
         weights = torch.tensor([layer.weight for layer in pool], device="cpu")
         weight = weights.repeat_interleave(torch.tensor(sizes, device="cpu"))
         bits = allocate(torch.cat(costs), weight, int(self.bits * int(weight.sum())))
         for layer, won in zip(pool, torch.split(bits, sizes), strict=True):
-            layer.shared = (won.sum(), won.numel())
+            layer.shared = (int(won.sum()), won.numel())
         for layer in self._layers.values():
-            layer.seen = False
+            layer.energy = None
+
+    def _read(self) -> tuple[dict[Site, Tensor], dict[Site, Tensor]]:
+        """In main memory: what was measured of each layer, by its first site, and the sensitivity of each site."""
+        measured = {first: layer.energy for first, layer in self._layers.items() if layer.energy is not None}
+        found = read([*measured.values(), *self._sensitivity.values()])
+        numbers = dict(zip(self._sensitivity, found[len(measured) :], strict=True))
+        return dict(zip(measured, found, strict=False)), numbers
 
     def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
         """Bits for each sample, for maps that a convolution or a batch norm reads."""
@@ -119,40 +125,39 @@ class SampleTuner(Tuner):
             self._left.update(use.sites)
             return base
         with self.timed():
-            flat, meta, layout = flatten(tensor.detach())
+            meta, layout = form_of(tensor)
             if layout.order[0] != 0:  # samples do not lie one after another
                 self._left.update(use.sites)
                 return base
-            row = row_of("sample", layout, meta.numel)
-            # The host needs the bits to know how many bytes there will be. So it reads once, and goes on by itself.
-            energy: Tensor = ops.range_energy(flat, row, self.group, use.rectified).cpu()
             if use.need is Need.LINEAR:
-                self._last = self._remember(use, energy, row)
-            floors = [use.least_bits] * energy.numel()
-            bits = allocate(energy, 1, self._budget(self._last, energy), floors=floors).tolist()
-        if len(set(bits)) == 1:
-            return base.with_codec(GroupQuant(bits[0], self.group, "sample"))
-        return base.with_codec(SampleQuant(tuple(bits), self.group))
+                self._last = self._remember(use, tensor.detach(), row_of("sample", layout, meta.numel))
+        samples, most = meta.shape[0], BITS[-1]
+        shared = None if self._last is None else self._last.shared
+        total, count = (int(self.bits * samples), samples) if shared is None else shared
+        each, rest = divmod(max(total * samples // count, use.least_bits * samples), samples)
+        if rest == 0 and (samples == 1 or each in (use.least_bits, most)):  # nobody can have more than the others
+            return base.with_codec(GroupQuant(each, self.group, "sample"))
+        return base.with_codec(SampleQuant(total, count, use.least_bits, self.group))
 
-    def _remember(self, use: Use, energy: Tensor, row: int) -> _Layer:
+    def _remember(self, use: Use, tensor: Tensor, row: int) -> _Layer:
         known = self._layers.get(use.sites[0])
+        energy = None if known is None else known.energy
+        if self._due:
+            energy = ops.range_energy(flatten(tensor)[0], row, self.group, use.rectified)
         shared = None if known is None else known.shared
-        layer = _Layer(use.sites, energy, row, math.prod(use.meta.shape[2:]), shared, True)
+        layer = _Layer(use.sites, energy, row, math.prod(use.meta.shape[2:]), shared)
         self._layers[use.sites[0]] = layer
         self._watched.update(use.sites)
         return layer
 
-    def _budget(self, layer: _Layer | None, energy: Tensor) -> Tensor | int:
-        samples = energy.numel()
-        if layer is None or layer.shared is None:
-            return int(self.bits * samples)
-        total, count = layer.shared
-        return total.to(energy.device) * samples // count
+    @property
+    def _due(self) -> bool:
+        """Will bits be divided anew after this step?"""
+        return self._refreshed is None or self._step + 1 - self._refreshed >= self.refresh
 
     def wants(self, site: Site, need: Need) -> Wanted:
         """Gradients of linear consumers whose tensors are not left alone, in the step before bits are divided anew."""
-        due = self._refreshed is None or self._step + 1 - self._refreshed >= self.refresh
-        return Wanted.GRADIENT if due and need is Need.LINEAR and site not in self._left else Wanted.NOTHING
+        return Wanted.GRADIENT if self._due and need is Need.LINEAR and site not in self._left else Wanted.NOTHING
 
     def observe(self, site: Site, gradient: Tensor) -> None:
         """Keep the mean square of a sample's gradient; the last backward counts."""
@@ -165,18 +170,18 @@ class SampleTuner(Tuner):
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics and shares of all layers."""
+        energies, numbers = self._read()
         layers = [
             {
                 "sites": [list(site) for site in layer.sites],
-                "energy": layer.energy.tolist(),
+                "energy": energies[first].tolist() if first in energies else None,
                 "weight": layer.weight,
                 "pixels": layer.pixels,
-                "shared": None if layer.shared is None else [int(layer.shared[0]), layer.shared[1]],
-                "seen": layer.seen,
+                "shared": None if layer.shared is None else list(layer.shared),
             }
-            for layer in self._layers.values()
+            for first, layer in self._layers.items()
         ]
-        sensitivity = [[list(site), float(value)] for site, value in self._sensitivity.items()]
+        sensitivity = [[list(site), float(value)] for site, value in numbers.items()]
         return {"refreshed": self._refreshed, "layers": layers, "sensitivity": sensitivity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -185,11 +190,13 @@ class SampleTuner(Tuner):
         layers = {}
         for row in state["layers"]:
             sites = tuple(site_of(site) for site in row["sites"])
-            shared = None if row["shared"] is None else (torch.tensor(row["shared"][0]), int(row["shared"][1]))
-            energy = torch.tensor(row["energy"], dtype=torch.float32)
-            layers[sites[0]] = _Layer(sites, energy, row["weight"], row["pixels"], shared, row["seen"])
+            shared = None if row["shared"] is None else (int(row["shared"][0]), int(row["shared"][1]))
+            energy = None if row["energy"] is None else torch.tensor(row["energy"], dtype=torch.float32, device="cpu")
+            layers[sites[0]] = _Layer(sites, energy, row["weight"], row["pixels"], shared)
         self._layers = layers
-        self._sensitivity = {site_of(s): torch.tensor(v, dtype=torch.float64) for s, v in state["sensitivity"]}
+        self._sensitivity = {
+            site_of(s): torch.tensor(v, dtype=torch.float64, device="cpu") for s, v in state["sensitivity"]
+        }
         self._watched = {site for layer in layers.values() for site in layer.sites}
         self._left = set()
         self._refreshed = state["refreshed"]

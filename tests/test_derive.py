@@ -329,6 +329,30 @@ def test_square_of_a_stored_tensor_is_not_rebuilt():
     assert not rebuilt(session.report())
 
 
+class Sixteen(nn.Module):
+    """The same norm as 16-bit language models write it: in float32, and cast before the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 32), LlamaNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = self.first(x)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.last(self.norm.weight * normed.to(x.dtype))
+
+
+def test_a_cast_at_the_end_is_made_again():
+    torch.manual_seed(0)
+    model, x = Sixteen().bfloat16(), torch.randn(40, 32, dtype=torch.bfloat16)
+    exact, _ = gradients(model, x, nullcontext())
+    derived, session = gradients(model, x, lowtide.compress(model, Raw(), derive=True, min_numel=0))
+    made = {(s.site.module, s.site.op) for s in rebuilt(session.report())}
+    assert made == {("", "Mul"), ("last", "Addmm")}
+    assert torch.equal(derived, exact)
+
+
 def test_autocast_runs_and_rebuilds():
     torch.manual_seed(0)
     model, x = Maps(), torch.randn(4, 3, 9, 9)

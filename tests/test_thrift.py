@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import lowtide
 from lowtide.codecs import Raw
+from lowtide.kernels import ops
 from lowtide.report import COMPRESSED
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "tanh": nn.RNN, "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)}
@@ -232,3 +233,83 @@ def test_auto_measures_noise_in_twins(kind):
     exact = math.sqrt(sum(float(g.square().sum()) for g in plain.values()))
     assert math.sqrt(sum(float((grads[n] - plain[n]).square().sum()) for n in plain)) < 0.1 * exact
     assert COMPRESSED in [s.state for s in report.sites if s.site.op == "Recurrent"]
+
+
+RELUS = {
+    "function": lambda h: F.relu(h),
+    "function, in place": lambda h: F.relu(h, True),
+    "torch": torch.relu,
+    "method": lambda h: h.relu(),
+    "method, in place": lambda h: h.relu_(),
+    "module": nn.ReLU(inplace=True),
+}
+
+
+class Rectifier(nn.Module):
+    """A convolution, a norm and a ReLU of 2 * 4 * 64 * 64 values, and something that reads its result."""
+
+    def __init__(self, relu):
+        super().__init__()
+        self.first, self.norm, self.relu = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), relu
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.last(self.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", RELUS)
+def test_relu_reads_the_packed_bits(name, form, monkeypatch):
+    """Where nothing else is rounded gradients are those of torch, bit for bit, and the bits are never spread."""
+    torch.manual_seed(0)
+    model = Rectifier(RELUS[name]).to(memory_format=form)
+    x = torch.randn(2, 3, 64, 64).contiguous(memory_format=form)
+    weight = torch.arange(64.0)  # the caller's, so that it stays as it is
+    forward = lambda: (model(x) * weight).sum()  # noqa: E731
+    loss, plain, _ = run(model, forward)
+    spread = []
+    unpack = ops.unpack_band
+    monkeypatch.setattr(ops, "unpack_band", lambda *given: spread.append(given) or unpack(*given))
+    for method in (Raw(), "lossless", "division"):
+        found, grads, report = run(model, forward, method)
+        assert torch.equal(loss, found)
+        assert method == "division" or same(plain, grads)
+        (row,) = [s for s in report.sites if s.site.op == "Relu"]
+        assert method == "lossless" or row.codec.endswith("mask")
+    assert same({"bias": plain["last.bias"]}, {"bias": grads["last.bias"]})  # nothing that is rounded enters it
+    assert not spread
+
+
+def test_relu_takes_gradients_of_any_layout_and_of_a_second_backward():
+    torch.manual_seed(0)
+    model = Rectifier(nn.ReLU())
+    x = torch.randn(2, 3, 64, 64)
+    turned = lambda: (model.relu(model.first(x)).permute(0, 2, 3, 1) * torch.randn(2, 64, 64, 4)).sum()  # noqa: E731
+    spread = lambda: model.relu(model.first(x)).mean()  # noqa: E731
+    twice = lambda: second(model.relu, model.first(x))  # noqa: E731
+    for forward in (turned, spread, twice):
+        _, plain, _ = run(model, forward)
+        _, grads, _ = run(model, forward, "lossless")
+        assert same(plain, grads)
+
+
+def test_a_relu_that_torch_refuses_is_refused():
+    """In place on a leaf; and its result changed in place later."""
+    model = nn.Linear(8, 8)
+    leaf = torch.randn(64, 512, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf"), lowtide.compress(model, "lossless"):
+        leaf.relu_()
+    with lowtide.compress(model, "lossless"):
+        y = (leaf * 1.0).relu()
+        loss = (y + 1).sum()
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_rebuilding_goes_through_the_relu():
+    torch.manual_seed(0)
+    model, x = Rectifier(nn.ReLU(inplace=True)), torch.randn(2, 3, 64, 64)
+    _, _, report = run(model, lambda: model(x).square().sum(), "division", derive=True)
+    (row,) = [s for s in report.sites if s.site.op == "Relu"]
+    assert "rebuilt from NativeBatchNorm" in row.why

@@ -36,7 +36,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import itertools
 import sys
 import threading
 import weakref
@@ -61,6 +60,8 @@ _BIAS = "lowtide bias"
 _HELD = "lowtide held"
 _RAW = "_raw_saved_"
 _PARAMETER_NODE = "AccumulateGrad"
+_TAKE_LESS = {("Convolution", "input"), ("Relu", "result")}
+"""Slots of twins whose backward takes less than the tensor, see ``Slot.twin``."""
 _FORMS = frozenset(
     f"{name}Backward{variant}"
     for name in (
@@ -140,7 +141,7 @@ class Slot(NamedTuple):
     call: str
     saved: Any
     twin: bool = False
-    """Is the node a twin (see ``twins``)? Then its backward also takes this tensor as a small map of means."""
+    """Is the node a twin whose backward also takes less: a convolution the means of blocks, a ReLU the packed bits?"""
     boundary: Boundary | None = None
     """Is it kept by a checkpoint? Then ``node`` is the first of the region that was met, or the checkpoint's own."""
     is_part: bool = False
@@ -556,7 +557,7 @@ def is_as_made(tensor: Tensor) -> bool:
 
 
 def read_what_was_made(node: Any) -> bool:
-    """Did this ReLU or addition read its inputs with the values that their own nodes had made?"""
+    """Did this ReLU, cast or addition read its inputs with the values that their own nodes had made?"""
     return _FAITHFUL in node.metadata
 
 
@@ -648,11 +649,15 @@ _SAMPLE = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """A number made of some values all over a tensor, which changes with almost any change of the whole."""
+def some_values(tensor: Tensor) -> Tensor:
+    """The bits of some values all over a tensor, which change with almost any change of the whole."""
     flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLE)].contiguous()
-    return hash((tuple(tensor.shape), *some.view(_BITS[tensor.element_size()]).tolist()))
+    return flat[:: max(1, flat.numel() // _SAMPLE)].clone().view(_BITS[tensor.element_size()])
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number made of :func:`some_values`."""
+    return hash((tuple(tensor.shape), *some_values(tensor).tolist()))
 
 
 def _take_modes() -> list[Any]:
@@ -814,6 +819,13 @@ def _describe_type(kind: Any) -> tuple[str, tuple[tuple[str, str, str], ...], tu
     return op + ("" if variant == "0" else variant), slots, ()
 
 
+def op_of(node: Any) -> str:
+    """The op of one of torch's own nodes or of a twin; empty for a user's function, which may have any name."""
+    kind: Any = type(node)
+    op, _, names = _describe_type(kind)
+    return op if names or kind.__name__ == f"{op}Backward0" else ""
+
+
 def _history(tensor: Tensor) -> Any:
     """The node that made a tensor. None also for a view that is no longer valid, of which torch complains when used."""
     try:
@@ -826,26 +838,31 @@ def _note_version(node: Any, result: Tensor, args: tuple[Any, ...], kwargs: Mapp
     """Leave with a node, as soon as it is there, what tells later whether its result and its inputs have changed."""
     notes = node.metadata
     notes[_MADE] = result._version
-    kind = type(node).__name__
-    if kind in ("ReluBackward0", "AddBackward0"):
+    op = op_of(node)
+    if op in ("Relu", "Add", "ToCopy"):
         read = (*args, *[kwargs[name] for name in ("input", "other") if name in kwargs]) if kwargs else args
         edges = node.next_functions
-        if len(read) >= len(edges) and all(map(_is_as_its_maker_made_it, edges, read, itertools.repeat(result))):
+        # A change in place has moved the version by one, and that of a function by one more, which says that it did it.
+        moved = 1 if type(node).__name__ == f"{op}Backward0" else 2
+        pairs = zip(edges, read, strict=False)
+        faithful = len(read) >= len(edges) and all(_is_as_its_maker_made_it(*pair, result, moved) for pair in pairs)
+        if faithful and read[0].device == result.device:  # a copy to another device is no cast
             notes[_FAITHFUL] = True
-    elif kind in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"):
+    elif op in ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"):
         bias = getattr(parent(node, 2), "variable", None)
         if bias is not None:
             notes[_BIAS] = bias._version
 
 
-def _is_as_its_maker_made_it(edge: tuple[Any, int], source: Any, result: Tensor) -> bool:
+def _is_as_its_maker_made_it(edge: tuple[Any, int], source: Any, result: Tensor, moved: int) -> bool:
     """Has an op, which made ``result``, just read ``source`` with all the values that the node behind it had made?"""
     maker, output = edge
     made = None if maker is None or output != 0 else maker.metadata.get(_MADE)
     if made is None or not isinstance(source, Tensor):
         return False
-    in_place = source is result  # has moved the version by one, and is its own maker now
-    return source._version == made + in_place and (in_place or source.grad_fn is maker)
+    if source is result:  # changed in place, and its own maker now
+        return bool(source._version == made + moved)
+    return bool(source._version == made and source.grad_fn is maker)
 
 
 class Capture(TorchFunctionMode):
@@ -1038,8 +1055,8 @@ class Capture(TorchFunctionMode):
                     for i, item in enumerate(saved):
                         slot = names[i] if names else f"{name}[{i}]"
                         each = None if tensor is None else tensor[i]
-                        takes_means = names[:1] == ("input",) and op == "Convolution"
-                        self._offer(node, op, slot, call, item, each, takes_means, kept)
+                        takes_less = (op, slot) in _TAKE_LESS and bool(names)
+                        self._offer(node, op, slot, call, item, each, takes_less, kept)
                 elif foreign or (tensor is not None and type(tensor) is not nn.Parameter):
                     self._offer(node, op, name, call, saved, tensor, False)
             for parent, _ in node.next_functions:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .capture import bias_of, describe, is_as_made, parent, read_what_was_made, saved
+from .capture import bias_of, is_as_made, op_of, parent, read_what_was_made, saved
 
 Rebuild = Callable[..., Tensor]
 
@@ -162,13 +162,13 @@ def origin_of(tensor: Tensor, stored: Callable[[Any, str], Any], held: Callable[
     node: Any = tensor.grad_fn
     if node is None or not is_as_made(tensor):
         return None
-    op = _op(node)
+    op = op_of(node)
     rectified = op == "Relu"
-    if rectified:
+    if rectified or op == "ToCopy":  # a cast at the end: what is rebuilt gets the tensor's type in any case
         if not read_what_was_made(node):
             return None
         node = parent(node, 0)
-        op = _op(node)
+        op = op_of(node)
     terms: list[Term] = []
     try:
         known = _find_terms(node, op, stored, held, terms)
@@ -190,7 +190,7 @@ def _find_terms(
             values = held(addend)
             if values is not None:
                 terms.append(Term((values,), None))
-            elif len(terms) >= _MOST_TERMS or not _find_terms(addend, _op(addend), stored, held, terms):
+            elif len(terms) >= _MOST_TERMS or not _find_terms(addend, op_of(addend), stored, held, terms):
                 return False
         return len(terms) <= _MOST_TERMS
     recipe = RECIPES.get(op)
@@ -202,9 +202,3 @@ def _find_terms(
         return False
     terms.append(Term(sources, make))
     return True
-
-
-def _op(node: Any) -> str:
-    """The op of one of torch's own nodes; a user's function may have any name."""
-    op = describe(node)[0]
-    return op if type(node).__name__ == f"{op}Backward0" else ""

@@ -51,6 +51,8 @@ class Rule:
     """The tensor itself has no negative values, and its mask tells where it is zero."""
     sharing: Callable[[Slot], int] | None = None
     """For a norm: how many values share a statistic, and so the average of the noise; 0 if there is no statistic."""
+    otherwise: Need | None = None
+    """What is read where ``codec`` finds that it cannot store the values; None to keep them."""
 
 
 def _shape_only(slot: Slot) -> Codec:
@@ -298,8 +300,9 @@ RULES: dict[tuple[str, str], Rule] = {
         for slot in ("logsumexp", "attn_mask")
     },
     # elementwise products and quotients
-    ("Mul", "self"): Rule(Need.PROPAGATE, _GATE, codec=_two_value),
-    ("Mul", "other"): Rule(Need.PROPAGATE, _GATE, codec=_two_value),
+    # (a constant factor, such as a rotary table or the weights of edges, may be read by every layer: small steps)
+    ("Mul", "self"): Rule(Need.PROPAGATE, _GATE, codec=_two_value, otherwise=Need.EXPONENT),
+    ("Mul", "other"): Rule(Need.PROPAGATE, _GATE, codec=_two_value, otherwise=Need.EXPONENT),
     ("Div", "self"): Rule(Need.PROPAGATE, "enters the divisor's gradient linearly"),
     ("Addcmul", "tensor1"): Rule(Need.PROPAGATE, _GATE),
     ("Addcmul", "tensor2"): Rule(Need.PROPAGATE, _GATE),
@@ -387,6 +390,8 @@ _SCORES = "scores pass through the exponential of softmax"
 # flash-attn 2 and 3 and of Liger-Kernel, which were not run; that of transformers was.
 _PACKAGES: dict[tuple[str, str], dict[str, Rule]] = {
     ("transformers", "GeLUFunction"): {"tensors[0]": Rule(Need.PROPAGATE, _ACT)},
+    # What ZeRO-3 puts in the place of every linear layer. Its weight is gathered for the forward and let go behind it.
+    ("deepspeed", "LinearFunctionForZeroStage3"): {"tensors[0]": Rule(Need.LINEAR, _CONV)},
     **{
         (package, f"FlashAttn{kind}Func"): {f"tensors[{i}]": Rule(Need.EXPONENT, _SCORES) for i in range(4)}
         for package in ("flash_attn", "flash_attn_interface", "flash_attn_3")

@@ -2,6 +2,8 @@
 
 - A recurrent layer keeps its gates, or an opaque workspace, for every step in time. Its twin keeps the layer's input
   and runs the layer again in backward, one layer after the other, so that one workspace is there at a time.
+- ``relu`` reads a sign for each value. Its twin takes the bits as they are stored, where torch's own backward reads
+  them spread over a tensor of the size of the result.
 - ``prelu`` reads the sign of its input for one gradient and the values for another. Its twin saves both apart: the
   sign takes one bit and is exact, and noise in the values stays in the gradient of the slope.
 - ``amax``, ``maximum`` and a scattered maximum compare values. Their twins save the answers, one bit each.
@@ -16,8 +18,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..codecs import FLOATS
+from ..kernels import ops
 from . import capture
 
 Grads = tuple[Tensor | None, ...]
@@ -148,6 +152,55 @@ class Recurrent(torch.autograd.Function):
         for i, gradient in zip(asked, found, strict=True):
             result[i] = gradient
         return tuple(result)
+
+
+# ---------------------------------------------------------------- a sign
+
+
+def _relu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    given = _given(args, kwargs, "input", "inplace", inplace=func in _RELU_IN_PLACE)
+    x = None if given is None else given["input"]
+    if given is None or not isinstance(x, Tensor) or x.numel() < _LEAST_RELU or x.dtype not in FLOATS:
+        return None
+    if not (capture.is_ordinary_call() and capture.is_plain(x) and x.requires_grad):
+        return None
+    if given["inplace"] and (x.is_leaf or capture.base_of(x) is not None):
+        return None  # torch complains of the one, and gives the other's base a history of its own
+    return lambda *_args, **_kwargs: _applied(Rectified, x, bool(given["inplace"]))
+
+
+_RELU_IN_PLACE = (torch.relu_, Tensor.relu_)
+_LEAST_RELU = 1 << 14
+"""Values below which a function of Python costs more than its backward saves."""
+
+
+class Rectified(torch.autograd.Function):
+    """``relu``, whose backward reads the packed bits of a mask, if that is what is left of its result."""
+
+    lowtide_names: ClassVar[tuple[str, ...]] = ("Relu", "result")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
+        """The op itself."""
+        if inplace:
+            ctx.mark_dirty(x)
+        result = torch.relu_(x) if inplace else torch.relu(x)
+        ctx.save_for_backward(result)
+        ctx.form = result.shape, result.stride()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Grads:
+        """Zero where the result is not above zero, as autograd has it."""
+        (kept,) = ctx.saved_tensors
+        if kept.dtype != torch.uint8:
+            return torch.ops.aten.threshold_backward(grad, kept, 0), None
+        shape, stride = ctx.form
+        numel = grad.numel()
+        if grad.stride() == stride and not torch.is_grad_enabled():
+            return ops.mask_values(grad.as_strided((numel,), (1,)), kept.detach()).as_strided(shape, stride), None
+        passed = ops.unpack_band(kept.detach(), numel, torch.bool, 1.0, 0.0).as_strided(shape, stride)
+        return torch.where(passed, grad, 0.0), None
 
 
 # ---------------------------------------------------------------- a slope that learns
@@ -312,6 +365,7 @@ class ScatteredExtreme(torch.autograd.Function):
 
 _TWINS: dict[Any, Callable[..., Callable[..., Any] | None]] = {
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+    **dict.fromkeys((functional.relu, torch.relu, Tensor.relu, *_RELU_IN_PLACE), _relu),
     torch.prelu: _prelu,
     **dict.fromkeys((torch.amax, Tensor.amax, torch.amin, Tensor.amin), _amax),
     **dict.fromkeys((torch.maximum, Tensor.maximum, torch.minimum, Tensor.minimum), _maximum),

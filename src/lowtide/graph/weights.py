@@ -33,6 +33,8 @@ class Made(NamedTuple):
 
     sources: tuple[Tensor, ...]
     make: Callable[..., Tensor]
+    same: Tensor | None
+    """Did it come out the same when it was tried? Where the tensors are; None for tensors without data."""
 
 
 def _batch_norm(node: Any) -> tuple[tuple[Tensor | None, ...], Callable[..., Tensor]] | None:
@@ -67,8 +69,8 @@ _VIEWS = ("View", "UnsafeView", "ReshapeAlias")
 def made_of_parameters(tensor: Tensor) -> Made | None:
     """How to make the storage of ``tensor`` again, or None.
 
-    It is tried at once, and what does not come out the same, bit for bit and in the same memory, is not offered: a
-    bias that the op did not save, a state that has changed, an op of another kind.
+    It is tried at once, and what comes out of another form is not offered. What does not come out the same, bit for
+    bit, must not be used: a bias that the op did not save, a state that has changed, an op of another kind.
     """
     whole = tensor if (base := base_of(tensor)) is None else base
     node: Any = whole.grad_fn
@@ -100,10 +102,9 @@ def made_of_parameters(tensor: Tensor) -> Made | None:
         trial = again(*sources)
     except RuntimeError:  # a view of another form
         return None
-    same = trial.stride() == stride and trial.storage_offset() == whole.storage_offset()
-    if not same or (capture.has_data(trial) and not torch.equal(trial, whole.detach())):
+    if trial.stride() != stride or trial.storage_offset() != whole.storage_offset():
         return None
-    return Made(tuple(sources), again)
+    return Made(tuple(sources), again, (trial == whole.detach()).all() if capture.has_data(trial) else None)
 
 
 def _is_there_anyway(node: Any, source: Tensor) -> bool:

@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import load
 
+import lowtide
+
+from . import races
+
 HERE = Path(__file__).parent
+LOWTIDE, TORCH = (f"{Path(package.__file__).parent}/" for package in (lowtide, torch))
 DEVICE: Any = load("lowtide_standin", [str(HERE / "device.cpp")], extra_cflags=["-O1", "-w"], verbose=False)
 
 
@@ -40,6 +45,10 @@ def _register() -> None:
     module.set_rng_state_all = lambda states: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.synchronize = lambda *device: None
+    module.memory_allocated = lambda *device: DEVICE.counts()["allocated"]
+    module.max_memory_allocated = lambda *device: DEVICE.counts()["peak"]
+    module.reset_peak_memory_stats = lambda *device: DEVICE.reset()
+    races.register(module, DEVICE)
     torch._register_device_module("tide", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
 
@@ -58,12 +67,16 @@ def watch() -> Iterator[Counter[tuple[str, str]]]:
 
     def tell(what: str, size: int) -> None:
         frame: Any = sys._getframe(1)
-        while frame is not None and "/lowtide/" not in frame.f_code.co_filename:
+        while frame is not None and not frame.f_code.co_filename.startswith(LOWTIDE):
             frame = frame.f_back
+        if frame is not None and frame.f_code.co_name == "__torch_function__":  # it passes on what others call
+            frame = frame.f_back
+            while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+                frame = frame.f_back
         where = "(user)"
-        if frame is not None:
-            where = f"{frame.f_code.co_filename.split('/lowtide/')[-1]}:{frame.f_lineno}"
-        if not where.startswith("kernels/reference") and what != "h2d async":
+        if frame is not None and frame.f_code.co_filename.startswith(LOWTIDE):
+            where = f"{frame.f_code.co_filename.removeprefix(LOWTIDE)}:{frame.f_lineno}"
+        if not where.startswith("kernels/reference") and not what.endswith("async"):
             waits[what, where] += 1
 
     DEVICE.observe(tell)

@@ -107,6 +107,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   at::Generator getNewGenerator(c10::DeviceIndex i) const override { return at::make_generator<Gen>(i < 0 ? current : i); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::DeviceType::CPU); }
+  bool isPinnedPtr(const void*) const override { return true; }  // all host memory is alike here
   at::Device getDeviceFromPtr(void*) const override { return {kDev, current}; }
   void resizePrivateUse1Bytes(const c10::Storage& s, size_t n) const override {
     auto p = alloc.allocate(n);
@@ -139,7 +140,7 @@ at::Tensor device(const at::Tensor& t, c10::Device d) {
 bool quiet = false;
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   bool to_host = dst.device().is_cpu() && !self.device().is_cpu(), from_host = self.device().is_cpu() && !dst.device().is_cpu();
-  if (to_host && !quiet) { d2h++; tell("d2h", self.nbytes()); }
+  if (to_host && !quiet) { d2h++; tell(non_blocking ? "d2h async" : "d2h", self.nbytes()); }
   if (from_host && !quiet) { h2d++; tell(non_blocking ? "h2d async" : "h2d", self.nbytes()); }
   host(dst).copy_(host(self));
   return dst;
@@ -160,11 +161,42 @@ at::Tensor& set_st(at::Tensor& r, at::Storage src, c10::SymInt off, c10::SymIntA
 at::Tensor& set_s(at::Tensor& r, at::Storage src) { int64_t n = src.nbytes() / r.itemsize(); return at::cpu::set_(r, src, 0, {n}, {1}); }
 at::Tensor& set_t(at::Tensor& r, const at::Tensor& src) { return at::cpu::set_(r, src.storage(), src.storage_offset(), src.sizes(), src.strides()); }
 at::Tensor& set_e(at::Tensor& r) { return r; }
+void record_stream(at::Tensor&, c10::Stream) {}
 
+// A functional operator computes on the same memory, whose strides choose the way of a matrix product, and gives copies.
+bool functional(const c10::FunctionSchema& schema) {
+  for (auto& a : schema.arguments()) if (a.alias_info()) return false;
+  for (auto& r : schema.returns()) if (r.alias_info() || r.type()->kind() != c10::TypeKind::TensorType) return false;
+  return true;
+}
+void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::optional<c10::Device> dev;
+  auto take = [&](const at::Tensor& t) {
+    if (!t.defined() || t.device().type() != kDev) return t;
+    if (!dev) dev = t.device();
+    return host(t);
+  };
+  size_t n = op.schema().arguments().size();
+  for (size_t i = stack->size() - n; i < stack->size(); i++) {
+    c10::IValue& v = (*stack)[i];
+    if (v.isTensor()) v = take(v.toTensor());
+    else if (v.isTensorList()) { c10::List<at::Tensor> l; for (at::Tensor t : v.toTensorVector()) l.push_back(take(t)); v = l; }
+    else if (v.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> l;
+      for (std::optional<at::Tensor> t : v.toOptionalTensorVector()) l.push_back(t ? std::optional<at::Tensor>(take(*t)) : t);
+      v = l;
+    } else if (v.isDevice()) { dev = v.toDevice(); v = c10::Device(at::kCPU); }
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++) {
+    c10::IValue& v = (*stack)[i];
+    if (v.isTensor() && v.toTensor().defined()) v = device(v.toTensor(), dev.value_or(at::Device(kDev, current)));
+  }
+}
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   fallbacks++;
   bool before = quiet; quiet = true;  // copies of the emulation itself do not count
-  try { at::native::cpu_fallback(op, stack); } catch (...) { quiet = before; throw; }
+  try { functional(op.schema()) ? on_host(op, stack) : at::native::cpu_fallback(op, stack); } catch (...) { quiet = before; throw; }
   quiet = before;
 }
 at::Tensor conv(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b, c10::SymIntArrayRef s, c10::SymIntArrayRef p, c10::SymIntArrayRef d, bool t, c10::SymIntArrayRef o, c10::SymInt g) {
@@ -193,8 +225,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_st);
   m.impl("set_.source_Storage", set_s);
   m.impl("set_.source_Tensor", set_t);
+  m.impl("record_stream", record_stream);
   m.impl("convolution_overrideable", conv);
   m.impl("convolution_backward_overrideable", conv_bwd);
+  // Elsewhere torch composes these of other operators, in other roundings; a GPU has kernels of its own, as the CPU has.
+  for (auto name : {"native_layer_norm", "native_group_norm", "mish_backward", "silu_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

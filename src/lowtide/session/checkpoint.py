@@ -28,6 +28,7 @@ from ..report import EXACT
 from .handles import Handle, Reference, boundary_consumer, fresh
 from .ledger import Entry
 from .noise import noise_from
+from .offload import Homes
 from .opening import MIN_NUMEL
 from .packing import Packer
 
@@ -161,7 +162,7 @@ class _Kept:
             if sole is not None and capture.use_count(handle.identity) > sole:
                 still.append((reference, codec))
             elif capture.version_of(handle.raw) == handle.version:
-                Packer(Policy(Uniform(codec), _NO_MODEL, MIN_NUMEL, derive=False)).seal(handle, handle.raw)
+                Packer(Policy(Uniform(codec), _NO_MODEL, MIN_NUMEL, derive=False), Homes({})).seal(handle, handle.raw)
         self._waiting = still
 
 

@@ -17,7 +17,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from ..codecs import BlockMean, Codec, GroupQuant, Mask, Packed, Raw, TensorMeta
+from ..codecs import FLOATS, BlockMean, Codec, GroupQuant, Mask, Packed, Raw, TensorMeta
 from ..codecs.base import flatten, layout_of
 from ..graph import capture
 from ..graph.capture import Site
@@ -26,6 +26,7 @@ from ..graph.rules import Need
 from ..graph.weights import Made
 from ..kernels import ops
 from ..policy.use import least_bits
+from .doubts import Doubts
 from .ledger import SHAPE_ONLY, Entry
 from .offload import fetch
 from .streams import stream_of
@@ -48,6 +49,8 @@ class Consumer(NamedTuple):
     """Does a checkpoint keep it, to make its region again?"""
     codec: Codec | None = None
     """The codec that the caller of that checkpoint asked for, if any."""
+    otherwise: Need = Need.LOSSLESS
+    """What it reads if ``lossless`` cannot store the values; that they stay exact, by default."""
 
 
 def boundary_consumer(site: Site, tensor: Tensor, codec: Codec | None) -> Consumer:
@@ -66,6 +69,10 @@ class Encoded:
         self.values = values
         self.packs = packs
         self.support = support
+
+    def read_by(self, lossless: Codec | None) -> Packed | Rebuilt | None:
+        """What a reader with this codec gets: the values, if it has none or that could not store them."""
+        return self.values if lossless is None else self.packs.get(lossless, self.values)
 
 
 class Handle:
@@ -101,6 +108,19 @@ class Handle:
         assert self.raw is not None
         self.entry.kept = why
         self.pinned = self.raw.detach()
+
+    def read_values(self) -> bool:
+        """Let consumers whose lossless codecs cannot store the values read values instead; False if there is none."""
+        given_up = [
+            c.lossless is not None and c.otherwise is not Need.LOSSLESS and c.view.dtype in FLOATS
+            for c in self.consumers
+        ]
+        self.consumers = [
+            c._replace(lossless=None, need=c.otherwise) if values else c
+            for c, values in zip(self.consumers, given_up, strict=True)
+        ]
+        self.readers += sum(given_up)
+        return any(given_up)
 
     def move(self) -> None:
         """Go on with a copy of the storage, because other tensors are rebuilt from the values of now."""
@@ -176,12 +196,14 @@ class Reference:
         self.lossless = lossless
         self.twin = twin
 
-    def block_means(self, encoded: Encoded) -> Tensor | None:
-        """The block means alone, if they are what is stored and a twin reads them."""
-        packed = encoded.values if self.twin else None
-        if not isinstance(packed, Packed) or not isinstance(packed.codec, BlockMean) or packed.meta != self.meta:
+    def for_twin(self, encoded: Encoded) -> Tensor | None:
+        """What a twin reads in place of the tensor: block means or packed signs, if that is what is stored."""
+        packed = encoded.values if self.lossless is None else encoded.packs[self.lossless]
+        if not isinstance(packed, Packed) or packed.meta != self.meta:
             return None
-        return packed.codec.small(fetch(packed))
+        if isinstance(packed.codec, BlockMean):
+            return packed.codec.small(fetch(packed))
+        return packed.buffers[0] if packed.codec == SIGN else None
 
     def view(self, whole: Tensor) -> Tensor:
         """This reference's part of a decoded storage, which may itself begin somewhere within larger memory."""
@@ -277,7 +299,7 @@ def fresh(reference: Reference, read_only: bool = False) -> Tensor:
         raw = reference.read(handle.raw)
         return raw if read_only else raw.clone()
     encoded = handle.encoded.get(None) or handle.encoded[(reference.meta, reference.offset)]
-    values = encoded.values if reference.lossless is None else encoded.packs[reference.lossless]
+    values = encoded.read_by(reference.lossless)
     assert values is not None
     whole = values.decode(encoded.support)
     if not read_only and isinstance(values, Packed) and type(values.codec) is Raw:
@@ -293,13 +315,14 @@ class Recast:
     pass unseen.
     """
 
-    __slots__ = ("dtype", "fingerprint", "of_copy", "parameter", "transposed", "version")
+    __slots__ = ("doubts", "dtype", "of_copy", "parameter", "some", "transposed", "version")
 
-    def __init__(self, parameter: Tensor, transposed: bool, copy: Tensor) -> None:
+    def __init__(self, parameter: Tensor, transposed: bool, copy: Tensor, doubts: Doubts) -> None:
         self.parameter = parameter
+        self.doubts = doubts
         self.of_copy = Shape(copy)  # complains if somebody changes the copy itself
         self.version = capture.version_of(parameter)
-        self.fingerprint = capture.fingerprint(parameter) if capture.has_data(parameter) else 0
+        self.some = capture.some_values(parameter) if capture.has_data(parameter) else None
         self.transposed = transposed
         self.dtype = copy.dtype
 
@@ -307,48 +330,58 @@ class Recast:
         """The copy, cast again."""
         parameter = self.parameter
         self.of_copy.require_unchanged()
-        changed = capture.version_of(parameter) != self.version
-        if changed or (capture.has_data(parameter) and capture.fingerprint(parameter) != self.fingerprint):
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} was modified by an inplace operation (an "
-                "optimizer step?) or through .data between forward and backward; lowtide casts parameters again for "
-                "backward instead of keeping autocast's copies, so call backward first"
-            )
+        if capture.version_of(parameter) != self.version:
+            self._complain()
+        if self.some is not None:
+            self.doubts.ask((capture.some_values(parameter) == self.some).all(), self._complain)
         copy = parameter.detach().to(self.dtype)
         return copy.t() if self.transposed else copy
+
+    def _complain(self) -> None:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(self.parameter.shape)} was modified by an inplace operation (an "
+            "optimizer step?) or through .data between forward and backward; lowtide casts parameters again for "
+            "backward instead of keeping autocast's copies, so call backward first"
+        )
 
 
 class Remade:
     """A weight that was made of parameters, made again from them; a change of one in between is an error."""
 
-    __slots__ = ("fingerprints", "made", "meta", "of_weight", "offset", "versions")
+    __slots__ = ("doubts", "made", "meta", "of_weight", "offset", "some", "versions")
 
-    def __init__(self, made: Made, weight: Tensor) -> None:
+    def __init__(self, made: Made, weight: Tensor, doubts: Doubts) -> None:
         self.made = made
+        self.doubts = doubts
         self.of_weight = Shape(weight)  # complains if somebody changes the weight itself
         self.meta, self.offset = TensorMeta.of(weight), weight.storage_offset()
         self.versions = self._versions()
-        self.fingerprints = self._fingerprints()
+        self.some = self._some()
 
     def _versions(self) -> list[int]:
         return [capture.version_of(source) for source in self.made.sources]
 
-    def _fingerprints(self) -> list[int]:
-        return [capture.fingerprint(source) for source in self.made.sources if capture.has_data(source)]
+    def _some(self) -> list[Tensor]:
+        return [capture.some_values(source) for source in self.made.sources if capture.has_data(source)]
 
     def unpack(self) -> Tensor:
         """The weight, made again."""
         self.of_weight.require_unchanged()
-        if self._versions() != self.versions or self._fingerprints() != self.fingerprints:
-            shape = tuple(self.made.sources[0].shape)
-            raise RuntimeError(
-                f"a parameter of shape {shape} was modified by an inplace operation (an optimizer step?) or through "
-                ".data between forward and backward; lowtide makes the weight that was computed from it again for "
-                "backward instead of keeping it, so call backward first"
-            )
+        if self._versions() != self.versions:
+            self._complain()
+        for now, then in zip(self._some(), self.some, strict=True):
+            self.doubts.ask((now == then).all(), self._complain)
         whole = self.made.make(*self.made.sources)
         shape, stride, _ = self.meta
         return whole.as_strided(shape, stride, self.offset)
+
+    def _complain(self) -> None:
+        shape = tuple(self.made.sources[0].shape)
+        raise RuntimeError(
+            f"a parameter of shape {shape} was modified by an inplace operation (an optimizer step?) or through "
+            ".data between forward and backward; lowtide makes the weight that was computed from it again for "
+            "backward instead of keeping it, so call backward first"
+        )
 
 
 class Shape:

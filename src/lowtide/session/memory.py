@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..graph.capture import Site
 from ..policy.policy import Policy
+from .doubts import Doubts
+from .transfers import Orders
 
 
 @dataclass
 class Memory:
-    """A policy with what it learned, and how many steps were taken with it."""
+    """A policy and what it learned, the count of steps, what a device told, and in which order backward read."""
 
     policy: Policy
     step: int = 0
+    doubts: Doubts = field(default_factory=Doubts)
+    remade: dict[Site, bool] = field(default_factory=dict)
+    """Of weights on a device: did making them again give the same, when that was first tried?"""
+    refuted: set[Site] = field(default_factory=set)
+    """Weights that came out the same then and did not later."""
+    orders: dict[str, Orders] = field(default_factory=dict)
 
     def next_step(self) -> int:
         """Count one more step."""

@@ -1,6 +1,7 @@
 """Where packed bytes live: beside the computation, in host memory, or in a file (ActNN's levels 4 and 5).
 
-Decoding gives the same values from every home, on the device that encoded them.
+Decoding gives the same values from every home, on the device that encoded them. Bytes go to host memory and back
+beside the computation, where the device has streams; see :mod:`.transfers`. A file is written and read at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ import torch
 from torch import Tensor
 
 from ..codecs import Packed
+from .streams import Copies, on_host, stream_of
+from .transfers import Orders, Ticket, Transfers
+
+IN_FLIGHT = 256 << 20
+"""Bytes of a device that are on their way to the host, or back before they are read, at most; or one tensor."""
 
 _PLACES = {"host": "in host memory", "file": "in a file"}
 _ALIGNED = 64
@@ -27,6 +33,8 @@ class Moved(Packed):
 
     device: torch.device
     home: str
+    ticket: Ticket | None = None
+    """What brings them back, if they travel beside the computation."""
 
     def decode(self, support: Tensor | None = None) -> Tensor:
         """The tensor again, on its own device."""
@@ -39,7 +47,7 @@ def place_away(home: str, device: torch.device) -> str | None:
 
 
 def send(packed: Packed, home: str) -> Packed:
-    """The same bytes in another home."""
+    """The same bytes in another home, at once."""
     if home == "host":
         return to_host(packed)
     return to_file(packed) if home == "file" else packed
@@ -49,27 +57,46 @@ def fetch(packed: Packed) -> Packed:
     """The same bytes on the device that decodes them, without a copy if they are there."""
     if not isinstance(packed, Moved):
         return packed
-    return Packed(packed.codec, packed.meta, tuple(b.to(packed.device) for b in packed.buffers), packed.key)
+    ticket = packed.ticket
+    buffers = tuple(b.to(packed.device) for b in packed.buffers) if ticket is None else ticket.fetch()
+    return Packed(packed.codec, packed.meta, buffers, packed.key)
+
+
+class Homes:
+    """Where one session sends packed bytes; ``orders`` has what was learned of its backward, for each device."""
+
+    def __init__(self, orders: dict[str, Orders]) -> None:
+        self._orders = orders
+        self._travelling: dict[torch.device, Transfers] = {}
+
+    def begin(self) -> None:
+        """Another forward."""
+        for transfers in self._travelling.values():
+            transfers.begin()
+
+    def send(self, packed: Packed, home: str) -> Packed:
+        """The same bytes in another home, or on their way to it. The caller lets go of ``packed``."""
+        device, stream = packed.buffers[0].device, stream_of(packed.buffers[0])
+        if home != "host" or stream is None:
+            return send(packed, home)
+        transfers = self._travelling.get(device)
+        if transfers is None:
+            transfers = Transfers(IN_FLIGHT, self._orders.setdefault(str(device), {}))
+            self._travelling[device] = transfers
+        ticket = transfers.send(Copies(device, stream), packed.buffers, packed.nbytes)
+        return Moved(packed.codec, packed.meta, ticket.held, packed.key, device=device, home=home, ticket=ticket)
 
 
 def to_host(packed: Packed) -> Packed:
     """Buffers of an accelerator in host memory, pinned where that is possible; those of a CPU are there already."""
     if packed.buffers[0].device.type == "cpu":
         return packed
-    return _moved(packed, [_on_host(b) for b in packed.buffers], "host")
+    return _moved(packed, [on_host(b).copy_(b) for b in packed.buffers], "host")
 
 
 def _moved(packed: Packed, buffers: list[Tensor], home: str) -> Moved:
     device = packed.buffers[0].device
     return Moved(packed.codec, packed.meta, tuple(buffers), packed.key, device=device, home=home)
-
-
-def _on_host(buffer: Tensor) -> Tensor:
-    try:
-        host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
-    except RuntimeError:  # no pinned memory for this accelerator, or none left
-        host = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return host.copy_(buffer)
 
 
 def to_file(packed: Packed, folder: str | os.PathLike[str] | None = None) -> Packed:

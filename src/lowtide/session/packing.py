@@ -33,7 +33,7 @@ from .handles import (
 )
 from .ledger import SHAPE_ONLY
 from .noise import key_of
-from .offload import place_away, send
+from .offload import Homes, place_away
 
 _RAW = Raw()
 _DEEPEST = 32  # stored tensors that one may be rebuilt from, one through the other: calls nest as deep in backward
@@ -69,21 +69,27 @@ class Decision(NamedTuple):
 class Packer:
     """Asks a policy about each storage of a forward, and does what it says."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, homes: Homes) -> None:
         self.policy = policy
+        self.homes = homes
         self.chosen: list[tuple[Use, Choice]] = []
         """What was done to each tensor whose values may be approximated; small ones are left out."""
         self.without_data = False
         """Was there a tensor without data, of which only the shape is kept?"""
+        self._refuted: set[tuple[Site, ...]] = set()
+        """Readers of tensors of a device which once were not what a lossless form holds: to ask again would wait."""
 
     def clear(self) -> None:
         """Begin a new forward."""
+        self.homes.begin()
         self.chosen.clear()
         self.without_data = False
 
     def seal(self, handle: Handle, raw: Tensor) -> None:
         """Encode the storage, or, where less than all of it is read, each stretch that is; or note why it stays."""
         entry, policy = handle.entry, self.policy
+        if self._refuted and _readers(handle) in self._refuted:
+            handle.read_values()
         # A method that decides alone answers the same question alike. Rebuilding depends on more than the consumers.
         fixed = policy.is_fixed and handle.origin is None
         question = (tuple(handle.consumers), handle.numel, entry.plain, raw.device) if fixed else None
@@ -99,6 +105,11 @@ class Packer:
                     handle.encoded[part.key] = self._carry_out(handle, cut(raw, part.meta, part.offset), part)
             except NotRepresentable as reason:
                 handle.encoded.clear()
+                if handle.read_values():
+                    if raw.device.type != "cpu":
+                        self._refuted.add(_readers(handle))
+                    self.seal(handle, raw)
+                    return
                 why = f"kept exactly: {reason}"
         if why is not None or not any(p.choice and p.choice.action is Action.REBUILD for p in decision.parts):
             handle.origin = None  # its noise is its own, and it needs no other tensor
@@ -219,7 +230,7 @@ class Packer:
             packs[SIGN] = Packed(SIGN, form_of(tensor)[0], (support,))
         else:
             packed = codec.encode(tensor, key=key)
-        return Encoded(packed if choice.home == "device" else send(packed, choice.home), packs, support)
+        return Encoded(packed if choice.home == "device" else self.homes.send(packed, choice.home), packs, support)
 
 
 _LARGEST = 1e4
@@ -228,9 +239,13 @@ _LARGEST = 1e4
 
 def require_ordinary(tensor: Tensor) -> None:
     """Raise if a tensor may hold a mask beside other values, which no group of codes could tell apart then."""
-    low, high = (float(end) for end in torch.aminmax(tensor.detach())) if tensor.numel() else (0.0, 0.0)
+    low, high = torch.stack(torch.aminmax(tensor.detach())).tolist() if tensor.numel() else (0.0, 0.0)
     if not (low > -_LARGEST and high < _LARGEST):  # nor if there is a NaN
         raise NotRepresentable(f"values from {low:.3g} to {high:.3g}, which may be those of a mask")
+
+
+def _readers(handle: Handle) -> tuple[Site, ...]:
+    return tuple(consumer.site for consumer in handle.consumers)
 
 
 def _add(used: list[object], what: object) -> None:

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from .handles import (
 from .ledger import RECAST, REMADE, SHAPE_ONLY, Entry, Ledger
 from .memory import Memory
 from .noise import forward_noise
+from .offload import Homes
 from .packing import Packer
 from .recomputing import Recomputed
 from .replay import Sketch, gradients
@@ -82,7 +84,7 @@ class Session:
         self._given_team = team
         self._team = team
         self._rebuilds = policy.rebuilds
-        self._packer = Packer(policy)
+        self._packer = Packer(policy, Homes(self._memory.orders))
         self._recomputed = Recomputed(model, policy.method.checkpoints)
         self._picking: set[str] = set()
         self._probing = False
@@ -129,6 +131,7 @@ class Session:
                 f"lowtide cannot reach saved tensors in torch {torch.__version__}; nothing is compressed",
                 stacklevel=3,
             )
+        self._memory.doubts.hear()
         self._look_again()  # for a forward whose backward comes later
         self._ledger.clear()
         self._packer.clear()
@@ -270,14 +273,14 @@ class Session:
             why = "saved by a compiled graph: lowtide.compile packs inside it" if inside else UNKNOWN_OP
             self._count(slot, identity, why, kept=True)
             return
-        need = rule.need
+        need, otherwise = rule.need, Need.LOSSLESS
         if lossless is not None:
             if lossless == SHAPE_ONLY:
                 self._count(slot, identity, rule.why, needs_values=False)
                 shape = Shape(tensor)
                 slot.hook(lambda _: shape, Shape.unpack)
                 return
-            need = Need.LOSSLESS
+            need, otherwise = Need.LOSSLESS, Need.LOSSLESS if rule.otherwise is None else rule.otherwise
         elif need is Need.EXACT:
             self._count(slot, identity, rule.why, kept=True)
             return
@@ -287,7 +290,9 @@ class Session:
             return
         meta, offset = TensorMeta.of(tensor), tensor.storage_offset()
         sharing = 0 if rule.sharing is None else rule.sharing(slot)
-        consumer = Consumer(slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset, sharing)
+        consumer = Consumer(
+            slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset, sharing, otherwise=otherwise
+        )
         self._store(slot, identity, consumer, rule.why)
 
     def _store_boundary(self, slot: Slot, identity: int) -> None:
@@ -345,8 +350,9 @@ class Session:
             slot.remember(light)
         tuner = self.policy.tuner
         unpack: Callable[[Reference], Tensor] = self._unpack
-        if tuner is not None and consumer.lossless is None and not consumer.boundary:
-            unpack = watch(slot, consumer, light, tuner, unpack)
+        need = consumer.need if consumer.lossless is None else consumer.otherwise
+        if tuner is not None and need is not Need.LOSSLESS and not consumer.boundary:
+            unpack = watch(slot, consumer._replace(need=need), light, tuner, unpack)
         slot.saved.register_hooks(lambda _: light, unpack)
         if self._sole is None:
             self._seal(handle)
@@ -409,18 +415,30 @@ class Session:
         if found is None:
             return False
         entry = self._count(slot, identity, "autocast's copy of a parameter: cast again when needed")
-        recast = Recast(found[0], found[1], slot.tensor)
+        recast = Recast(found[0], found[1], slot.tensor, self._memory.doubts)
         slot.hook(lambda _: recast, Recast.unpack)
         if entry.site is slot.site:
             entry.compressed(0, RECAST)
         return True
 
     def _remake(self, slot: Slot, identity: int) -> bool:
+        site, memory = slot.site, self._memory
+        if site in memory.refuted:
+            self._count(slot, identity, "kept exactly: made again, it once came out otherwise", kept=True)
+            return True
         made = made_of_parameters(slot.tensor) if self._pending(identity) is None else None
         if made is None:
             return False
+        if made.same is not None:
+            # A device is waited for in the first forward alone. What it says later is looked at in a later forward.
+            if made.same.device.type == "cpu" or site not in memory.remade:
+                memory.remade[site] = bool(made.same)
+            elif memory.remade[site]:
+                memory.doubts.ask(made.same, partial(_refute, site, memory.refuted))
+            if not memory.remade[site]:
+                return False
         entry = self._count(slot, identity, "a weight made of parameters: made again when needed", needs_values=False)
-        remade = Remade(made, slot.tensor)
+        remade = Remade(made, slot.tensor, self._memory.doubts)
         slot.hook(lambda _: remade, Remade.unpack)
         if entry.codecs == (SHAPE_ONLY,):
             entry.compressed(0, REMADE)
@@ -527,15 +545,14 @@ class Session:
             return reference.read(raw)
         encoded = handle.encoded.get(None)
         if reference.twin:
-            means = reference.block_means(encoded or handle.encoded[(reference.meta, reference.offset)])
-            if means is not None:
-                return means
+            less = reference.for_twin(encoded or handle.encoded[(reference.meta, reference.offset)])
+            if less is not None:
+                return less
         if encoded is not None:
-            lossless = reference.lossless
-            whole = self._decode(handle, encoded) if lossless is None else encoded.packs[lossless].decode()
-            return reference.view(whole)
+            pack = encoded.packs.get(reference.lossless) if reference.lossless is not None else None
+            return reference.view(self._decode(handle, encoded) if pack is None else pack.decode())
         encoded = handle.encoded[(reference.meta, reference.offset)]
-        packed = encoded.values if reference.lossless is None else encoded.packs[reference.lossless]
+        packed = encoded.read_by(reference.lossless)
         assert packed is not None
         return packed.decode(encoded.support)
 
@@ -597,7 +614,9 @@ class Session:
             finally:
                 self._close()
 
-        return gradients(self._model, inside)
+        found = gradients(self._model, inside)
+        self._memory.doubts.hear(wait=True)
+        return found
 
     def beside(
         self,
@@ -674,6 +693,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Format, method, seed, step and what the method learned: plain data, fit for JSON."""
+        self._memory.doubts.hear(wait=True)
         state = {"format": _STATE_FORMAT, "method": str(self.method), "seed": self.seed, "step": self.step}
         tuner = self.policy.tuner
         return state if tuner is None else {**state, "learned": tuner.state_dict()}
@@ -714,6 +734,7 @@ class Session:
 
     def report(self) -> Report:
         """What was saved in the last forward, how it is stored, and why."""
+        self._memory.doubts.hear(wait=True)
         notes = []
         if not self._abilities.slots:
             notes.append(f"torch {torch.__version__} hides saved tensors: nothing was compressed")
@@ -740,3 +761,12 @@ class Session:
                 f"{len(twice)} sites were treated differently in several forwards; a plan has what the last did"
             )
         return Report(str(self.method), self._ledger.finished(), tuple(notes), ran)
+
+
+def _refute(site: Site, refuted: set[Site]) -> None:
+    refuted.add(site)
+    warnings.warn(
+        f"the weight that {site} saved is made again in backward. It came out the same in its first forward, and in a "
+        "later one it did not: gradients since then may be off. lowtide keeps it exactly from now on",
+        stacklevel=2,
+    )

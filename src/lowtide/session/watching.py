@@ -12,12 +12,12 @@ from ..codecs.base import layout_of
 from ..graph import capture, shards
 from ..graph.capture import Slot
 from ..graph.rules import WRITES_IN_PLACE
-from ..policy.tuners.base import Arrived, Tuner, Wanted
+from ..policy.tuners.base import Arrived, Number, Tuner, Wanted, square_of
 from .handles import Consumer, Reference, fresh
 
 Unpack = Callable[[Reference], Tensor]
 
-_FACTOR = {"Convolution": 1, "Addmm": 2, "Mm": 1, "Linear": 1, "GroupedMm": 1}
+_FACTOR = {"Convolution": 1, "Addmm": 2, "Mm": 1, "Linear": 1, "GroupedMm": 1, "LinearFunctionForZeroStage3": 1}
 """Which input of a linear op is the other factor, the weight. Other linear ops are tried with noise."""
 
 _PERIOD = 65_537
@@ -53,7 +53,7 @@ class _Probe:
     def __init__(self, slot: Slot, consumer: Consumer, tuner: Tuner, unpack: Unpack) -> None:
         self._site, self._tuner, self._unpack = consumer.site, tuner, unpack
         self._aside = False
-        self._noise = 0.0
+        self._noise: Number | None = None
         self._found: dict[int, Arrived] = {}
         edges = [i for i, (maker, _) in enumerate(slot.node.next_functions) if maker is not None]
         self._leaves = {i for i in edges if not slot.watch_maker(i, partial(self._arrive, i))}
@@ -64,11 +64,11 @@ class _Probe:
         if not self._aside:
             return self._unpack(reference)
         values = fresh(reference)
-        return values if self._noise == 0.0 else _disturbed(values, self._noise)
+        return values if self._noise is None else _disturbed(values, self._noise)
 
     def _attempt(self, run: Callable[[], tuple[Tensor | None, ...]]) -> None:
         noise = self._tuner.tried(self._site)
-        if noise <= 0.0:
+        if noise is None:
             return
         with self._tuner.timed(), torch.no_grad():
             self._aside = True
@@ -77,13 +77,13 @@ class _Probe:
                 self._noise = noise
                 changed = run()
             finally:
-                self._aside, self._noise = False, 0.0
+                self._aside, self._noise = False, None
             leaves = []
             for i, (a, b) in enumerate(zip(plain, changed, strict=True)):
                 if a is None or b is None or not capture.has_data(a):
                     continue
-                square, disturbed = _square(a), _square(b)
-                change = _square(b - a)  # not in place: an op may hand on the very gradient that it was given
+                square, disturbed = square_of(a), square_of(b)
+                change = square_of(b - a)  # not in place: an op may hand on the very gradient that it was given
                 arrived = Arrived(i, i in self._leaves, square, change, (disturbed - square - change) / 2, 0.0)
                 if arrived.is_leaf:
                     leaves.append(arrived)
@@ -95,13 +95,8 @@ class _Probe:
         arrived = self._found.pop(edge, None)
         if arrived is not None:
             with self._tuner.timed():
-                total = _square(gradient)
+                total = square_of(gradient)
             self._tuner.observe_probe(self._site, [arrived._replace(total=total)])
-
-
-def _square(gradient: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
-    return norm * norm
 
 
 @lru_cache(maxsize=4)
@@ -112,7 +107,7 @@ def _block(device: torch.device) -> Tensor:
     return noise.to(device)
 
 
-def _disturbed(values: Tensor, square: float) -> Tensor:
+def _disturbed(values: Tensor, square: Number) -> Tensor:
     """``values``, which may be changed, plus noise of this mean square."""
     block = (_block(values.device) * square**0.5).to(values.dtype)
     numel = values.numel()

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..codecs import Cast, GroupQuant
+from ..codecs import Cast, GroupQuant, LogQuant
 from ..graph import capture
 from ..policy.choice import Action, Choice
 from ..policy.plan import Plan
-from ..policy.tuners.base import require_keys
+from ..policy.tuners.base import read, require_keys
 from ..policy.use import Use
 from ..report import size
 from ..session import Session
@@ -445,7 +445,8 @@ def _better(use: Use, choice: Choice) -> Choice:
     groups = GroupQuant(layout="sample" if use.dims else "row")
     if isinstance(choice.codec, GroupQuant):  # other groups, or none of its dither, could add noise
         groups = dataclasses.replace(choice.codec, levels=None)
-    more = (dataclasses.replace(groups, bits=bits) for bits in (4, 8))
+    even = not isinstance(choice.codec, LogQuant)  # even steps of log-probabilities would be worse
+    more = (dataclasses.replace(groups, bits=bits) for bits in (4, 8) if even)
     for codec in (*more, Cast("bfloat16")):
         if choice.nbytes(use.meta) < codec.packed_nbytes(use.meta) < use.meta.nbytes:
             return Choice.store(codec, choice.home, "raised by the guard")
@@ -471,18 +472,21 @@ def _amount(reading: Reading, what: str) -> float:
 
 
 def _thin(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Some values of each gradient, in main memory, scaled so that inner products are those of all on average.
+    """Some values of each gradient, in main memory by one read.
 
-    The distance between them is odd, so that it does not fall into step with rows whose lengths are powers of two.
+    They are scaled so that inner products are those of all on average. The distance between them is odd, so that it
+    does not fall into step with rows whose lengths are powers of two.
     """
-    thin = {}
-    for name, gradient in found.items():
+    some, scales = [], []
+    for gradient in found.values():
         dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
         stride = flat.numel() // _THIN
         stride += 1 - stride % 2
-        thin[name] = flat[::stride].to("cpu", torch.float64) * math.sqrt(stride)
-    return thin
+        some.append(flat[::stride])
+        scales.append(math.sqrt(stride))
+    values = [piece.to(torch.float64) * scale for piece, scale in zip(read(some), scales, strict=True)]
+    return dict(zip(found, values, strict=True))
 
 
 def _only(found: Mapping[str, Tensor], name: str | None) -> dict[str, Tensor]:

@@ -1,9 +1,13 @@
 """Time and peak of a compiled training step with and without packing, beside the eager one: one mode in one process.
 
-    python benchmarks/compiled.py --out benchmarks/results/compiled.csv
+    python benchmarks/compiled.py prepare               compile every mode once, so that its graphs are in the caches
+    python benchmarks/compiled.py step --rounds 3       append rows to results/compiled.csv
+    python benchmarks/compiled.py page                  write the table of docs/compile.md from them
 
-Rows are those of `steps.py` (README.md here says how they are measured); `held` is what the step keeps between forward
-and backward, by what malloc has handed out. Modes with "compile" go through torch.compile with inductor.
+The processes of a round take turns. Steps are measured as in `steps.py` (README.md here says how), but for two things:
+what the compiler and the first steps left in the heap is given back before the steps that count, in every mode; and
+`held` is what is kept between forward and backward, by what malloc has handed out. Modes with "compile" go through
+torch.compile with inductor, and find their graphs in its caches.
 """
 
 from __future__ import annotations
@@ -19,15 +23,22 @@ from typing import Any
 import torch
 
 import lowtide
-from cases import SUBJECTS, in_child, tune
+from cases import SUBJECTS, checkpoint_blocks, in_child, tune
 from lowtide.machine.malloc import give_back
 from lowtide.machine.measure import reset_peak, resident
-from rows import ORIGIN, append, origin
+from rows import ORIGIN, RESULTS, append, origin, read
 
-MODES = ("plain", "division", "auto", "compile", "compile-division", "compile-auto")
-SIZES = {"resnet20": 128, "resnet50": 16, "bert": 8, "gpt2": 2}
-WARM, LEAST, SECONDS, MOST = 4, 3, 8.0, 40
-MEASURED = ("first_s", "min_s", "median_s", "steps", "ratio", "peak", "rest", "held", "plain", "stored")
+PAGE = Path(__file__).parent.parent / "docs" / "compile.md"
+METHODS = ("lossless", "division", "auto")
+MODES = ("plain", "checkpoint", *METHODS, "compile", *(f"compile-{method}" for method in METHODS))
+SUBJECT = {"resnet8": 512, "gpt": 12}
+NAMES = {
+    "resnet8": "ResNet-8, 512 images of 32 px",
+    "gpt": "GPT of 3 blocks, width 512, 12 texts of 256 tokens",
+}
+WARM = {"auto": 4}  # steps before any counts: it measures in steps 1 and 3
+LEAST, SECONDS, MOST = 4, 5.0, 40
+MEASURED = ("first_s", "min_s", "median_s", "steps", "peak", "rest", "held", "graphs", "plain", "stored")
 FIELDS = ["subject", "size", "allocator", "mode", "round", *MEASURED, *ORIGIN]
 
 
@@ -61,18 +72,20 @@ def allocated() -> int:
 
 
 def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
-    """Train in one mode."""
+    """Train in one mode; with ``prepare`` one step only."""
     tune(argument)
     torch.manual_seed(0)
+    mode = argument["mode"]
     subject = SUBJECTS[argument["subject"]](argument["size"])
-    method = argument["mode"].removeprefix("compile-")
     model, handle = subject.model, None
-    if argument["mode"] == "compile":
+    if mode == "compile":
         model = torch.compile(model)
-    elif argument["mode"].startswith("compile-"):
-        model = handle = lowtide.compile(model, method)
-    elif argument["mode"] != "plain":
-        handle = lowtide.attach(model, method)
+    elif mode.startswith("compile-"):
+        model = handle = lowtide.compile(model, mode.removeprefix("compile-"))
+    elif mode == "checkpoint":
+        checkpoint_blocks(subject)
+    elif mode != "plain":
+        handle = lowtide.attach(model, mode)
     seconds: list[float] = []
 
     def run(measure_held: bool = False) -> int:
@@ -85,10 +98,15 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         return held
 
-    for _ in range(WARM):
+    run()
+    if argument["prepare"]:
+        return {"first_s": seconds[0]}
+    for _ in range(1, WARM.get(mode, 2)):
         run()
     first = seconds[0]
     del seconds[:]
+    gc.collect()
+    give_back()
     reset_peak()
     while len(seconds) < LEAST or (sum(seconds) < SECONDS and len(seconds) < MOST):
         run()
@@ -106,34 +124,92 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
         "peak": peak,
         "rest": resident("VmRSS"),
         "held": held,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "plain": report.plain_nbytes if report else 0,
         "stored": report.stored_nbytes if report else 0,
     }
 
 
+HEADS = ("", "fastest step", "/ compile", "median", "peak of a step", "/ compile", "kept", "/ plain")
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """A line for each mode: the fastest step of all rounds, and of all else the median of the rounds."""
+    lines = ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
+    for subject, name in NAMES.items():
+        found: dict[str, tuple[float, float, float, float]] = {}
+        for mode in MODES:
+            own = [row for row in rows if (row["subject"], row["mode"]) == (subject, mode)]
+            if not own:
+                continue
+            peaks = [int(row["peak"]) - int(row["rest"]) for row in own]
+            found[mode] = (
+                min(float(row["min_s"]) for row in own),
+                statistics.median(float(row["median_s"]) for row in own),
+                statistics.median(peaks) / 2**20,
+                statistics.median(int(row["held"]) for row in own) / 2**20,
+            )
+        for mode, (fastest, middle, peak, held) in found.items():
+            cells = [f"{fastest:.3f} s", f"{fastest / found['compile'][0]:.2f}x", f"{middle:.3f} s"]
+            cells += [f"{peak:.0f} MiB", f"{peak / found['compile'][2]:.2f}"]
+            cells += [f"{held:.0f} MiB", f"{held / found['plain'][3]:.2f}"]
+            lines.append(f"| {_title(mode, name)} | " + " | ".join(cells) + " |")
+    made = {f"commit {row['commit']}, {row['machine']}, torch {row['torch']}" for row in rows}
+    rounds = min(max(int(row["round"]) for row in rows if row["subject"] == subject) for subject in NAMES)
+    return "\n".join([*lines, "", f"Rounds: {rounds}. {'; '.join(sorted(made))}."])
+
+
+def _title(mode: str, network: str) -> str:
+    if mode == "plain":
+        return f"**{network}**: plain"
+    if mode.startswith("compile-"):
+        return f"`lowtide.compile`, {mode.removeprefix('compile-')}"
+    return {"checkpoint": "checkpoint of each block", "compile": "**plain `torch.compile`**"}.get(mode, mode)
+
+
+def page(results: Path) -> None:
+    """Write the table into the page."""
+    before, start, rest = PAGE.read_text(encoding="utf-8").partition("<!-- steps -->\n")
+    _, end, after = rest.partition("\n<!-- end -->")
+    if not start or not end:
+        raise ValueError(f"{PAGE.name} has no place for the table")
+    PAGE.write_text(before + start + table(read(results)) + end + after, encoding="utf-8")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the CSV file to append to")
-    parser.add_argument("--subjects", nargs="+", choices=SIZES, default=["resnet20", "bert"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["prepare", "step", "page"])
+    parser.add_argument("--out", type=Path, default=RESULTS / "compiled.csv", help="the CSV file to append to")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECT, default=list(SUBJECT))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--size", type=int, help="the batch, in place of the subject's own")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds to add to those of the file")
     parser.add_argument("--allocator", choices=["tuned", "default"], default="tuned")
     options = parser.parse_args()
-    made = origin()
-    for number in range(1, options.rounds + 1):
+    if options.what == "page":
+        page(options.out)
+        return
+    prepare, made = options.what == "prepare", origin()
+    for _ in range(options.rounds):
         for subject in options.subjects:
-            plain = 0.0
+            done = [int(row["round"]) for row in read(options.out) if row["subject"] == subject]
+            number = max(done, default=0) + 1
             for mode in options.modes:
-                what = {"subject": subject, "size": options.size or SIZES[subject], "mode": mode}
-                found = in_child("compiled:step_child", what, options.allocator)
-                plain = plain or found["median_s"]
-                found["ratio"] = found["median_s"] / plain
+                if prepare and not mode.startswith("compile"):
+                    continue
+                what = {"subject": subject, "size": SUBJECT[subject], "mode": mode}
+                found = in_child("compiled:step_child", what | {"prepare": prepare}, options.allocator)
+                print(f"{subject:9s} {mode:17s} first {found['first_s']:5.1f} s", end="" if not prepare else "\n")
+                if prepare:
+                    continue
                 cells = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in found.items()}
                 append(options.out, FIELDS, what | {"allocator": options.allocator, "round": number} | cells | made)
+                peak, held, stored, plain = (
+                    mib / 2**20
+                    for mib in (found["peak"] - found["rest"], *(found[k] for k in ("held", "stored", "plain")))
+                )
                 print(
-                    f"{number}: {subject:9s} {mode:17s} {found['median_s']:7.3f} s {found['ratio']:5.2f}x"
-                    f"  peak {(found['peak'] - found['rest']) / 2**20:6.0f} MiB  held {found['held'] / 2**20:6.0f} MiB",
+                    f"  fastest {found['min_s']:6.3f} s  median {found['median_s']:6.3f} s  peak {peak:5.0f} MiB"
+                    f"  held {held:5.0f} MiB  graphs {found['graphs']}  stored {stored:.1f} of {plain:.1f} MiB",
                     flush=True,
                 )
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
+from functools import lru_cache
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.codecs import GroupQuant, Raw
-from lowtide.compiling import dynamo
+from lowtide.compiling import dynamo, running
 from lowtide.report import COMPRESSED, EXACT, HELD
 from nets import Block
 from ranks import on_two_ranks
@@ -87,7 +92,9 @@ def same(ours, others):
     return all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
 
 
+@lru_cache
 def plain(name, backend="aot_eager"):
+    """Gradients of the compiled model without us; each is compiled once for all tests, and nobody writes to them."""
     model, x = make(name)
     return step(torch.compile(model, backend=backend), model, x)
 
@@ -289,6 +296,28 @@ def test_what_is_not_known_stays_exact_and_is_listed():
     assert same(ours, expected)
 
 
+def test_a_small_value_that_is_compared_with_many_is_kept():
+    """Of 64 values backward reads 16 000 comparisons: these would take more bytes than the values."""
+
+    class Compared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(16, 1)
+            self.register_buffer("limits", torch.randn(250))
+
+        def forward(self, x):
+            return torch.maximum(self.a(x), self.limits)
+
+    torch.manual_seed(0)
+    model, x = Compared(), torch.randn(64, 16)
+    expected = step(torch.compile(model, backend="aot_eager"), model, x)
+    torch._dynamo.reset()
+    compiled = lowtide.compile(model, "lossless", backend="aot_eager", min_numel=0)
+    assert same(step(compiled, model, x), expected)
+    report = compiled.report()
+    assert 0 < report.stored_nbytes <= report.plain_nbytes
+
+
 def test_retain_graph_decodes_twice():
     model, x = make("transformer")
     compiled = lowtide.compile(model, "auto", backend="aot_eager", min_numel=1)
@@ -455,3 +484,51 @@ def test_inductor_with_sizes_as_symbols():
         assert error(step(compiled, model, part), step(model, model, part)) < 0.6
     assert graphs() <= 2
     assert compiled.report().ratio > 4
+
+
+def first_readers(body):
+    """Of each decoded buffer in code that inductor wrote: the call that reads it first, and how many are before it."""
+    waiting, found = {}, {}
+    pattern = r"^ +((?:buf\d+ = )?(?:torch\.ops|extern_kernels|cpp_fused)\S*\(.*|buf\d+ = buf\d+(?:;.*)?)$"
+    for call in re.findall(pattern, body, re.MULTILINE):
+        made, _, source = call.partition(" = ")
+        if "lowtide.decode" in call:
+            waiting[made] = 0
+        elif re.fullmatch(r"buf\d+(;.*)?", source):  # inductor gives a buffer a second name
+            if source.partition(";")[0] in waiting:
+                waiting[made] = waiting.pop(source.partition(";")[0])
+        else:
+            read = waiting.keys() & set(re.findall(r"buf\d+", call))
+            found.update({name: (call, waiting.pop(name)) for name in read})
+            waiting = {name: calls + 1 for name, calls in waiting.items()}
+    assert not waiting
+    return found
+
+
+def test_inductor_makes_no_copy_for_a_layout_and_decodes_just_before_the_first_reader(monkeypatch):
+    """The code that inductor writes for the two graphs; without its C++, because nobody looks at what that computes."""
+    strides = []
+
+    def in_order(x, stride):
+        if x.is_floating_point():
+            strides.append((tuple(x.stride()), tuple(stride)))
+        return torch.zeros_like(x)  # nothing has computed it
+
+    monkeypatch.setattr(running, "in_order", in_order)
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+    model, x = make("cnn")
+    compiled = lowtide.compile(model, GroupQuant(4, layout="sample"), min_numel=1)
+    with config.patch(force_disable_caches=True):
+        _, (_, backward) = run_fw_bw_and_get_code(lambda: compiled(x))
+    assert [have for have, _ in strides] == [want for _, want in strides]
+    assert sum(stride[1] == 1 for stride, _ in strides if len(stride) == 4) >= 3  # maps are in channels-last memory
+    readers = first_readers(backward[backward.index("def call") :])
+    assert len(readers) >= 5
+    assert (
+        max(before for _, before in readers.values()) <= 1
+    )  # the loop that makes the gradient beside it may be between
+    convolution = next(call for call, _ in readers.values() if "convolution_backward" in call)
+    assert re.findall(r"buf\d+", convolution)[2] in readers  # its input comes from us without a pass over it
+    # Compiled loops read bits as bytes.
+    assert backward.count("const uint8_t*") > 0
+    assert "const bool*" not in backward

@@ -132,7 +132,8 @@ def compile(
             f"lowtide.compile needs a torch whose compiler takes a partitioner of ours; {torch.__version__} has not "
             f"all of it ({error}). lowtide.attach works without"
         ) from error
-    return Compiled(model, compiled(model, Partitioner(resolved, min_numel), backend, mode, given), resolved, seed)
+    partitioner = Partitioner(resolved, min_numel, is_fused=backend == "inductor")
+    return Compiled(model, compiled(model, partitioner, backend, mode, given), resolved, seed)
 
 
 def _require_fixed(method: Method, model: nn.Module) -> None:

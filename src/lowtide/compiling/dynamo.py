@@ -15,6 +15,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.graph import GraphLowering
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -25,13 +26,15 @@ from .packing import Graphs, Rewriting, decide
 class Partitioner(CustomPartitionerFn):
     """Torch's own partition of a step into forward and backward, with what passes between them packed."""
 
-    def __init__(self, method: Method, min_numel: int) -> None:
+    def __init__(self, method: Method, min_numel: int, is_fused: bool) -> None:
         self.method = method
         self.min_numel = min_numel
+        self.is_fused = is_fused
+        """Does a compiler join simple ops, and choose the order in memory of what is inside a graph?"""
 
     def uuid(self) -> Any:
         """What a cached graph depends on beside the model: our sources, the method, the least size."""
-        return _sources(), str(self.method), self.min_numel
+        return _sources(), str(self.method), self.min_numel, self.is_fused
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
@@ -46,6 +49,8 @@ class Partitioner(CustomPartitionerFn):
             options["num_fwd_outputs"],
             [i in static for i in range(len(inputs))],
             number_of,
+            self.is_fused,
+            self.is_fused and GraphLowering.decide_layout_opt(forward, is_inference=False),
         )
         decide(graphs, self.method, self.min_numel)
         Rewriting(graphs).run()

@@ -9,9 +9,10 @@ the exact values, and handed on as bits.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ from .running import Label, hints, to_text
 
 _SIGN = Mask()
 _STATISTIC = 8  # a value so many times smaller than what it was made of may be a statistic, which scales gradients
+_NOT_SMALLER = "packing would not make it smaller"
 _NEAR = 3  # so many ops may lie between the two
 _MADE_BY = {
     "relu": "Relu",
@@ -89,6 +91,10 @@ class Graphs:
     is_weight: list[bool]
     """Which inputs of the forward live as long as the model."""
     symbol_of: SymbolOf
+    is_fused: bool = False
+    """Does a compiler join simple ops, so that they need no pass over memory of their own?"""
+    channels_last: bool = False
+    """Will the compiler bring maps of convolutions into channels-last memory, whatever the graphs say of strides?"""
     saved: list[Saved] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,6 +102,23 @@ class Graphs:
         self.results: list[Any] = list(self.output.args[0])  # type: ignore[arg-type]
         self.holders = {node.name: node for node in self.backward.find_nodes(op="placeholder")}
         self.inputs: list[fx.Node] = list(self.forward.find_nodes(op="placeholder"))
+        # A backward that asks for strides by number gets those that the graphs speak of.
+        by_number = self.backward.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+        self.maps: set[fx.Node] = set()
+        if self.channels_last and not by_number:
+            self.maps = _beside_convolutions(self.forward)
+
+    def laid(self, node: fx.Node) -> Tensor | None:
+        """The fake tensor of a node of the forward, in the order in memory that it will have when the graph runs.
+
+        Encoding brings a tensor that comes in another order into this one, so a wrong guess costs a copy and no more.
+        """
+        value = tensor_of(node)
+        if value is None or node not in self.maps or not value.is_contiguous():
+            return value
+        channels, *maps = value.shape[1:]
+        stride = [1, *(channels * math.prod(maps[i + 1 :]) for i in range(len(maps)))]
+        return value.new_empty_strided(value.shape, [math.prod(value.shape[1:]), *stride])
 
     def is_saved(self, node: Any) -> bool:
         """Is it a tensor that the forward returns for backward?"""
@@ -113,6 +136,31 @@ class Graphs:
         """Inputs of the forward to which backward returns a gradient."""
         gradients: Sequence[Any] = self.backward.output_node().args[0]  # type: ignore[assignment]
         return {node for node, gradient in zip(self.inputs, gradients, strict=False) if gradient is not None}
+
+
+def _beside_convolutions(graph: fx.Graph) -> set[fx.Node]:
+    """Maps that convolutions make or read, and what is computed from or for them value by value."""
+    found: set[fx.Node] = set()
+
+    def is_beside(node: fx.Node, others: Iterable[fx.Node]) -> bool:
+        value = tensor_of(node)
+        return value is not None and any(
+            other in found or (op_of(other) == "convolution" and _rank(other) == value.dim()) for other in others
+        )
+
+    for node in reversed(graph.nodes):
+        if _rank(node) in (4, 5) and (op_of(node) == "convolution" or is_beside(node, node.users)):
+            found.add(node)
+    for node in graph.nodes:
+        if _rank(node) in (4, 5) and is_beside(node, node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _rank(node: fx.Node) -> int:
+    """How many dimensions a map of numbers has; 0 for anything else, whose layout a compiler leaves alone."""
+    value = tensor_of(node)
+    return value.dim() if value is not None and value.dtype.is_floating_point else 0
 
 
 def decide(graphs: Graphs, method: Method, min_numel: int) -> None:
@@ -144,12 +192,11 @@ def decide(graphs: Graphs, method: Method, min_numel: int) -> None:
         elif root.op == "placeholder" and root not in learning:
             saved.why, saved.state = "an input of the model, which the caller has", HELD
         else:
-            _choose(saved, method, min_numel)
+            _choose(saved, graphs.laid(saved.form), method, min_numel)
 
 
-def _choose(saved: Saved, method: Method, min_numel: int) -> None:
+def _choose(saved: Saved, value: Tensor | None, method: Method, min_numel: int) -> None:
     root, reads = saved.root, saved.reads
-    value = tensor_of(saved.form)
     if value is None:
         saved.why = "not one tensor"
         return
@@ -167,7 +214,9 @@ def _choose(saved: Saved, method: Method, min_numel: int) -> None:
     elif reads.need is Need.EXACT:
         saved.why = next(read.why for read in reads.values if read.need is Need.EXACT)
     elif not reads.values:
-        saved.is_dropped, saved.why = True, "only bits or the shape are read"
+        # A small value may be compared with a large one, and each comparison takes a bit.
+        saved.is_dropped = sum(-(-numel_of(bit) // 8) for bit in reads.bits) < meta.nbytes
+        saved.why = "only bits or the shape are read" if saved.is_dropped else _NOT_SMALLER
     elif numel_of(root) * _STATISTIC <= max((numel_of(each) for each in ancestors(root, _NEAR)), default=0):
         saved.why = "much smaller than what it was made of: it may be a statistic"
     else:
@@ -216,7 +265,7 @@ def _take(saved: Saved, codec: Codec, value: Tensor, meta: TensorMeta, why: str,
     if smaller:
         saved.codec = codec
     else:
-        saved.why = "packing would not make it smaller"
+        saved.why = _NOT_SMALLER
 
 
 def _has_symbols(sizes: Sequence[Any]) -> bool:
@@ -310,7 +359,7 @@ class Rewriting:
         """A function that puts the decoded bits of a value before a node of the backward graph."""
         twin = self._twin(same_value(node))
         if (twin, codec) not in self.masks:
-            value = tensor_of(twin)
+            value = self.graphs.laid(twin)
             assert value is not None
             assert self.anchor is not None
             place = _made(twin)
@@ -326,7 +375,7 @@ class Rewriting:
     def _bits_from(self, holder: fx.Node, codec: Codec, value: Tensor) -> Callable[[torch.dtype, fx.Node], fx.Node]:
         def before(dtype: torch.dtype, node: fx.Node) -> fx.Node:
             with self.graphs.backward.inserting_before(node):
-                return self._decode([holder], codec, value, dtype, False)
+                return self._decode_bits([holder], codec, value, dtype)
 
         return before
 
@@ -344,6 +393,8 @@ class Rewriting:
             found.meta = {**node.meta, "partitioner_tag": "is_forward"}
             found.meta.pop("autograd_backward", None)
             self.twins[node.name] = found
+            if not self.graphs.maps.isdisjoint(inputs.values()) and _rank(found) in (4, 5):
+                self.graphs.maps.add(found)
         return found
 
     def _not(self, inside: fx.Node, before: fx.Node) -> fx.Node:
@@ -372,7 +423,7 @@ class Rewriting:
     def _pack(self, saved: Saved, bits: list[fx.Node]) -> None:
         """Encode one storage, and let every reader in backward have what is decoded, or bits, or a shape."""
         graphs, root, form = self.graphs, saved.root, saved.form
-        value, whole = tensor_of(form), tensor_of(root)
+        value, whole = graphs.laid(form), graphs.laid(root)
         assert value is not None
         assert whole is not None
         holders = [graphs.holders[view.name] for view in saved.views]
@@ -394,6 +445,8 @@ class Rewriting:
             with graphs.backward.inserting_before(first):
                 if saved.codec is None:
                     decoded = self._empty(value)
+                elif value.dtype == torch.bool:
+                    decoded = self._decode_bits(holding, saved.codec, value, value.dtype)
                 else:
                     decoded = self._decode(holding, saved.codec, value, value.dtype, saved.rectified)
                 made: dict[fx.Node, fx.Node] = {form: decoded}
@@ -450,13 +503,14 @@ class Rewriting:
     # ------------------------------------------------------------ nodes
 
     def _encode(self, x: fx.Node, after: fx.Node, codec: Codec, label: Label, rectified: bool) -> list[fx.Node]:
-        graph, value = self.graphs.forward, tensor_of(x)
+        graph, value = self.graphs.forward, self.graphs.laid(x)
         assert value is not None
         arguments = (to_text(codec), to_text(label), rectified)
-        with graph.inserting_after(after if after.op != "placeholder" else self.graphs.inputs[-1]):
-            node = graph.call_function(running.encode, (x, *arguments))
-        fakes = running.fake_encode(value, *arguments)
-        node.meta.update(val=fakes, partitioner_tag="is_forward", eager_input_vals=((value, *arguments), {}))
+        with graph.inserting_before((after if after.op != "placeholder" else self.graphs.inputs[-1]).next):
+            stride = [self._number(each, graph) for each in value.stride()]
+            node = graph.call_function(running.encode, (x, stride, *arguments))
+        fakes = running.fake_encode(value, list(value.stride()), *arguments)
+        node.meta.update(val=fakes, partitioner_tag="is_forward")
         parts: list[fx.Node] = []
         for i, fake in enumerate(fakes):
             with graph.inserting_after(parts[-1] if parts else node):
@@ -477,6 +531,20 @@ class Rewriting:
         node.meta["eager_input_vals"] = ((fakes, *plain), {})
         return _described(node, fake)
 
+    def _decode_bits(self, parts: list[fx.Node], codec: Codec, value: Tensor, dtype: torch.dtype) -> fx.Node:
+        """Call in the place where the node should be.
+
+        A compiled loop reads booleans one by one, which takes longer than all else that it does, and bytes as vectors.
+        """
+        if dtype != torch.bool or not self.graphs.is_fused:
+            return self._decode(parts, codec, value, dtype, False)
+        graph, number = self.graphs.backward, torch.float32
+        stored = self._decode(parts, codec, value, torch.uint8, False)
+        wide = graph.call_function(torch.ops.prims.convert_element_type.default, (stored, number))
+        _described(wide, value.new_empty_strided(value.shape, value.stride(), dtype=number))
+        bits = graph.call_function(torch.ops.aten.gt.Scalar, (wide, 0))
+        return _described(bits, value.new_empty_strided(value.shape, value.stride(), dtype=dtype))
+
     def _empty(self, value: Tensor) -> fx.Node:
         size, stride = ([self._number(each) for each in sizes] for sizes in (value.shape, value.stride()))
         node = self.graphs.backward.call_function(
@@ -489,8 +557,8 @@ class Rewriting:
         node.meta["val"] = part.meta["val"]
         return node
 
-    def _number(self, size: Any) -> Any:
-        return self.graphs.symbol_of(self.graphs.backward, size) if isinstance(size, torch.SymInt) else size
+    def _number(self, size: Any, graph: fx.Graph | None = None) -> Any:
+        return self.graphs.symbol_of(graph or self.graphs.backward, size) if isinstance(size, torch.SymInt) else size
 
     # ------------------------------------------------------------ what passes
 

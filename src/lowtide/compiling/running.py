@@ -212,8 +212,16 @@ def is_dithered(codec: Codec | None) -> bool:
     return bool(getattr(codec, "dither", False))
 
 
-def _encode(x: Tensor, codec: str, label: str, rectified: bool) -> list[Tensor]:
+def in_order(x: Tensor, stride: Sequence[int]) -> Tensor:
+    """The values in the order in memory in which they will be decoded; a copy if a compiler made another one."""
+    if all(have == want or size == 1 for have, want, size in zip(x.stride(), stride, x.shape, strict=True)):
+        return x.as_strided(x.shape, stride)
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _encode(x: Tensor, stride: list[int], codec: str, label: str, rectified: bool) -> list[Tensor]:
     forward, made, what = _current(), _codec(codec), _label(label)
+    x = in_order(x, stride)
     key = forward.key(what.sites[0])
     if rectified:
         packed, support = made.encode_rectified(x, key=key)
@@ -230,10 +238,10 @@ def _encode(x: Tensor, codec: str, label: str, rectified: bool) -> list[Tensor]:
     return parts
 
 
-def fake_encode(x: Tensor, codec: str, label: str, rectified: bool) -> list[Tensor]:
+def fake_encode(x: Tensor, stride: Sequence[Any], codec: str, label: str, rectified: bool) -> list[Tensor]:
     """The shape function of ``encode``."""
     made = _codec(codec)
-    found = list(forms(made, tuple(x.shape), x.stride(), x.dtype))
+    found = list(forms(made, tuple(x.shape), tuple(stride), x.dtype))
     if rectified:
         found += _narrow(Mask(), x.numel())
     parts = [x.new_empty((form.numel,), dtype=form.dtype) for form in found]
@@ -248,8 +256,10 @@ def _decode(
     made, parts = _codec(codec), list(parts)
     key = int(parts.pop()) if is_dithered(made) else 0
     support = parts.pop() if rectified else None
-    packed = Packed(made, TensorMeta(tuple(size), tuple(stride), dtype), tuple(parts), key)
-    values = made.decode(packed, support=support)
+    bytewise = dtype == torch.uint8 and isinstance(made, Mask)  # each bit becomes a byte
+    meta = TensorMeta(tuple(size), tuple(stride), torch.bool if bytewise else dtype)
+    values = made.decode(Packed(made, meta, tuple(parts), key), support=support)
+    values = values.view(torch.uint8) if bytewise else values
     # An operator must not return a view of what it got.
     return values.clone() if any(values.data_ptr() == part.data_ptr() for part in parts if part.numel()) else values
 
@@ -284,12 +294,13 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any],
     return getattr(torch.ops.lowtide, name).default
 
 
-# The order of values in memory must be the same for encoding and decoding, whatever layout a compiler would like.
+# The order of values in memory must be the same for encoding and decoding, whatever layout a compiler would like. So
+# encoding is told the strides that decoding will give, and takes a tensor of any layout.
 encode = _define(
-    "encode(Tensor x, str codec, str label, bool rectified) -> Tensor[]",
+    "encode(Tensor x, SymInt[] stride, str codec, str label, bool rectified) -> Tensor[]",
     _encode,
     fake_encode,
-    torch.Tag.needs_exact_strides,
+    torch.Tag.flexible_layout,
 )
 decode = _define(
     "decode(Tensor[] parts, str codec, SymInt[] size, SymInt[] stride, ScalarType dtype, bool rectified) -> Tensor",

@@ -3,12 +3,13 @@
     python -m evidence.planning steps            rows of real steps, each mode in processes of its own
     python -m evidence.planning blocks           the smallest peaks with and without checkpoints, computed without data
     python -m evidence.planning fit              the largest batch for 2 GiB, each verified by a real step
+    python -m evidence.planning products         what plans would gain by products made again, computed
     python -m evidence.planning sizes            what fits cards of the papers' sizes, computed without data
     python -m evidence.planning page             docs/planning.md and its figure from the rows
 
-Rows are added to ``evidence/results/planning.csv``, ``blocks.csv``, ``fits.csv`` and ``sizes.csv``, each as soon as it
-is there; what is there already is not run again. ``--subjects`` and ``--rows`` choose some of them, and ``--again``
-measures those anew. ``make evidence-plan`` runs all of it.
+Rows are added to ``evidence/results/planning.csv``, ``blocks.csv``, ``fits.csv``, ``products.csv`` and ``sizes.csv``,
+each as soon as it is there; what is there already is not run again. ``--subjects`` and ``--rows`` choose some of them,
+and ``--again`` measures those anew. ``make evidence-plan`` runs all of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import math
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,11 +34,13 @@ from benchmarks.nets import Bottleneck, DoubleConv, UNet3d, resnet50
 from evidence.fidelity import RESULTS, environment
 from lowtide.planning.checkpoints import candidates
 from lowtide.planning.checkpoints import checkpointed as with_checkpoints
-from lowtide.planning.planner import Problem, budget_for
+from lowtide.planning.planner import Problem, budget_for, nbytes_of
 from lowtide.planning.solvers import path
 from lowtide.planning.verifying import verify
 
-STEPS, BLOCKS, FITS, SIZES = (RESULTS / f"{name}.csv" for name in ("planning", "blocks", "fits", "sizes"))
+STEPS, BLOCKS, FITS, SIZES, PRODUCTS = (
+    RESULTS / f"{name}.csv" for name in ("planning", "blocks", "fits", "sizes", "products")
+)
 PARTS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.0)
 """Budgets as parts of the plain peak; 0 stands for the smallest possible."""
 MODES = ("plain", "division", "actnn", "auto", "checkpoint", "save_on_cpu")
@@ -76,7 +82,36 @@ def named(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss  # type: ignore[no-any-return]
 
 
+@functools.cache
+def _with_products() -> torch.library.Library | None:
+    """Let products of bfloat16 matrices be computed in float32, piece by piece, on processors that cannot do better.
+
+    Where oneDNN has no bfloat16, torch takes a hundred times as long for some of them as in float32, so that a step is
+    all product, and no row would tell anything else. The pieces take less than 6 MiB. What operators take inside
+    themselves is not measured with this loss, because that is done where products are as slow as ever.
+    """
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    library = torch.library.Library("aten", "IMPL")
+
+    def product(keys: torch.DispatchKeySet, left: Tensor, right: Tensor) -> Tensor:
+        if left.dtype != torch.bfloat16:
+            return torch.addmm(left.new_zeros(()), left, right, beta=0)
+        out = left.new_empty(left.shape[0], right.shape[1])
+        for j in range(0, right.shape[1], 128):
+            columns = right[:, j : j + 128].float()
+            for i in range(0, left.shape[0], 128):
+                out[i : i + 128, j : j + 128] = left[i : i + 128].float() @ columns
+        return out
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is a kernel already
+        library.impl("mm", product, "CPU", with_keyset=True, allow_override=True)
+    return library
+
+
 def autocast(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    _with_products()
     with torch.autocast("cpu", torch.bfloat16):
         return model(**batch).loss  # type: ignore[no-any-return]
 
@@ -157,6 +192,7 @@ SUBJECTS = {
         llama, functools.partial(tokens, length=256, classes=False), autocast, 8, _llama_blocks
     ),
 }
+TRANSFORMERS = ("BERT-base", "Llama-like, bf16")
 
 
 # ---------------------------------------------------------------- rows
@@ -191,26 +227,27 @@ def without(path: Path, is_old: Callable[[dict[str, str]], bool]) -> None:
             writer.writerows(kept)
 
 
-def steps(names: list[str], chosen: list[str]) -> None:
+def steps(names: list[str], chosen: list[str], run: Run) -> None:
     """Each mode and each plan in processes of its own, one after the other."""
     done = {(row["subject"], row["mode"], row["part"]) for row in read(STEPS)}
     for name in names:
         subject = SUBJECTS[name]
         for mode in MODES:
-            if mode not in chosen or (name, mode, "") in done:
+            if mode not in chosen or (name, mode, "") in done or run.is_over():
                 continue
             model, batch, loss = subject.model(), subject.make(subject.size), subject.loss
             if mode == "checkpoint":
                 model = checkpointed(model, subject.blocks())
             elif mode == "save_on_cpu":
                 loss = functools.partial(on_cpu, loss)
-            found = verify(mode if mode in lowtide.methods() else None, model, batch, loss, plain=False)
+            method = mode if mode in lowtide.methods() else None
+            found = verify(method, model, batch, loss, plain=False, steps=run.steps)
             add(STEPS, _row(name, mode, "", None, found))
         wanted = [(p, str(part)) for p in PLANS if p in chosen for part in PARTS if (name, p, str(part)) not in done]
-        if not wanted:
+        if not wanted or run.is_over():
             continue
         model, batch = subject.model(), subject.make(subject.size)
-        profile = lowtide.profile(model, batch, subject.loss)
+        profile = run.profile(name, model, batch)
         for mode, part in wanted:
             allow = PLANS[mode]
             smallest = lowtide.plan(profile, error=ERROR, allow=allow).predicted
@@ -219,8 +256,30 @@ def steps(names: list[str], chosen: list[str]) -> None:
             if 0 < float(part) * profile.peak < budget:
                 continue
             plan = lowtide.plan(profile, budget, allow=allow)
-            found = verify(plan, model, batch, subject.loss, plain=False)
+            if run.is_over() or ("checkpoint" in allow and not plan.checkpoints):  # then it is a plan without them
+                continue
+            found = verify(plan, model, batch, subject.loss, plain=False, steps=run.steps)
             add(STEPS, _row(name, mode, part, plan, found) | {"plain_predicted": profile.peak, "budget": budget})
+
+
+class Run:
+    """How rows are measured: with so many timed steps, until when, and with profiles that are kept in a folder."""
+
+    def __init__(self, steps: int, minutes: float, folder: Path | None) -> None:
+        self.steps, self.end, self.folder = steps, time.monotonic() + 60 * minutes, folder
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self.end
+
+    def profile(self, name: str, model: nn.Module, batch: Any) -> lowtide.Profile:
+        file = None if self.folder is None else self.folder / f"{name.split(',')[0].replace(' ', '_')}.json"
+        if file is not None and file.exists():
+            return lowtide.Profile.load(file)
+        loss = SUBJECTS[name].loss
+        made = lowtide.profile(model, batch, loss, measure=loss is not autocast)
+        if file is not None:
+            made.save(file)
+        return made
 
 
 def _row(name: str, mode: str, part: str, plan: lowtide.BudgetPlan | None, found: Any) -> dict[str, Any]:
@@ -231,7 +290,7 @@ def _row(name: str, mode: str, part: str, plan: lowtide.BudgetPlan | None, found
         "part": part,
         "budget": "",
         "peak": found.peak,
-        "seconds": round(found.seconds, 4),
+        "seconds": "" if math.isnan(found.seconds) else round(found.seconds, 4),
         "error": f"{found.error:.4g}",
         "predicted_peak": "" if expected is None else expected.peak,
         "predicted_error": "" if expected is None else f"{expected.error:.4g}",
@@ -273,24 +332,34 @@ def fits(names: list[str], chosen: list[str], budget: str = "2 GiB") -> None:
             if way == "checkpoint":
                 model = checkpointed(model, subject.blocks())
             method, allow = ("plan", PLANS[way]) if way in PLANS else ("plain", ())
-            found = lowtide.fit(model, subject.make, subject.loss, budget, method=method, allow=allow, run=False)
-            measured = verify(found.plan, model, subject.make(found.size), subject.loss, plain=False, steps=0)
+            settings = {"method": method, "allow": allow, "measure": subject.loss is not autocast}
+            limit, given = nbytes_of(budget), nbytes_of(budget)
+            while True:  # as fit itself does it, but without the time of a step
+                found = lowtide.fit(model, subject.make, subject.loss, limit, run=False, **settings)
+                batch = subject.make(found.size)
+                measured = verify(found.plan, model, batch, subject.loss, plain=False, steps=0, compare=False)
+                if measured.peak <= given:
+                    break
+                limit = given - (measured.peak - found.peak)
             row = {
                 "subject": name,
                 "way": way,
-                "budget": found.budget,
+                "budget": given,
                 "size": found.size,
                 "predicted_peak": found.peak,
             }
-            add(FITS, row | {"peak": measured.peak, "seconds": "", "error": f"{measured.error:.4g}"})
+            add(FITS, row | {"peak": measured.peak, "seconds": "", "error": ""})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["steps", "blocks", "fit", "sizes", "page"])
+    parser.add_argument("what", choices=["steps", "blocks", "fit", "products", "sizes", "page"])
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     rows = [*MODES, *PLANS]
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, help="those of steps and fit")
+    parser.add_argument("--untimed", action="store_true", help="peaks and errors of steps alone, on a busy machine")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row of steps after so many")
+    parser.add_argument("--profiles", type=Path, help="a folder in which profiles of steps are kept for another time")
     parser.add_argument("--again", action="store_true", help="measure these rows anew")
     arguments = parser.parse_args()
     names, chosen = arguments.subjects, arguments.rows
@@ -298,11 +367,15 @@ def main() -> None:
         file, key = (STEPS, "mode") if arguments.what == "steps" else (FITS, "way")
         without(file, lambda row: row["subject"] in names and row[key] in chosen)
     if arguments.what == "steps":
-        steps(names, chosen)
+        steps(names, chosen, Run(0 if arguments.untimed else 3, arguments.minutes, arguments.profiles))
     elif arguments.what == "blocks":
         blocks(names)
     elif arguments.what == "fit":
         fits(names, chosen)
+    elif arguments.what == "products":
+        from evidence.planning_products import products
+
+        products([name for name in names if name in TRANSFORMERS], Run(0, math.inf, arguments.profiles))
     elif arguments.what == "sizes":
         from evidence.planning_sizes import sizes
 
@@ -314,4 +387,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from evidence import planning  # under this name other processes find the functions that they are sent
+
+    planning.main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.chart import COLORS, DOCS, new_figure, save
-from evidence.planning import BLOCKS, FITS, PLANS, SIZES, STEPS, read
+from evidence.planning import BLOCKS, FITS, MODES, PLANS, SIZES, STEPS, read
 
 Row = dict[str, str]
 _LINES = dict(zip(PLANS, ("#d1495b", "#00798c"), strict=True))
@@ -43,12 +43,18 @@ byte, so nothing of it needs memory or a device. A plan is judged on these momen
 tensor is there in full; then in its stored form; in backward in full again, beside its stored form, for as long as an
 operator reads it. Weights, gradients, optimizer state, the batch and everything else stay as they were. What operators
 take inside themselves (oneDNN copies the operands of a convolution into its own order) shows to no profiler; it is
-measured once for each machine in a child process and added at the moments of these operators.
+measured once for each machine in a child process and added at the moments of these operators. Less than 1 MiB cannot be
+told from other objects of the process and counts as nothing, and of a budget only one part in 128 is left free. So a
+step of a few MiB may be up to 1 MiB above its budget. `lowtide.fit` scales what a small batch takes; where the real
+step is above the budget it tries a smaller one.
 
 The cost of a choice is the noise that it adds to every weight's gradient and to the whole, as `auto` measures it
-(`docs/methods.md`), and the seconds of its codec on this machine. A tenth of a step's time counts as much as an error
-of a tenth. The solver walks from the plain step downwards: at the highest moment it takes the change that costs least
-for each byte, until the budget is met. This path does not depend on the budget, so a larger budget never costs more.
+(`docs/methods.md`), and its time on this machine: that of its codec, and that of page faults, because each read of a
+stored tensor takes memory that a kept one has. Faults are measured with the allocator that the process has. With the
+default of glibc they are most of the time that a plan adds; after `lowtide.tune_cpu_allocator()` there are hardly any,
+so tune before you plan. A tenth of a step's time counts as much as an error of a tenth. The solver walks from the plain
+step downwards: at the highest moment it takes the change that costs least for each byte, until the budget is met. This
+path does not depend on the budget, so a larger budget never costs more.
 
 ## Blocks that run again
 
@@ -71,8 +77,8 @@ change what it was given; others are not considered. Inside a checkpoint of your
 modules inside a block run twice, as in any checkpoint. `ratio` and `bits` count what is stored of each tensor, so they
 do not go with `"checkpoint"`.
 
-The result of a linear layer or a convolution is not made again by itself. Name the smallest module around it: that is
-exact, where a product with rounded factors would not be.
+The result of a linear layer or a convolution is not made again by itself (`docs/design.md` has what that would gain).
+Name the smallest module around it: that is exact, where a product with rounded factors would not be.
 """
 
 
@@ -97,12 +103,14 @@ def _steps(rows: list[Row]) -> str:
         "## Budgets kept\n",
         "Each line is a process of its own; peaks are of the whole step, weights, gradients and batch included, and "
         "the smallest budget is that of the plan with a predicted error of at most 0.1. Time is the fastest of three "
-        "steps beside plain's, with glibc's default allocator. The error is that of the whole gradient, over two "
-        "draws.\n",
+        "steps beside plain's, with glibc's default allocator; where it says one thread it is that of the processor, "
+        "because others used the machine, and without a time only peak and error were measured. The error is that of "
+        "the whole gradient, over two draws. Plans that may run blocks again are listed where they do.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
     ]
     for name in dict.fromkeys(row["subject"] for row in rows):
         own = [row for row in rows if row["subject"] == name]
+        own.sort(key=lambda row: ([*MODES, *PLANS].index(row["mode"]), -int(row["budget"] or 0)))
         plain = next(row for row in own if row["mode"] == "plain")
         lines = []
         for row in own:
@@ -114,12 +122,13 @@ def _steps(rows: list[Row]) -> str:
                     _mib(row["peak"]),
                     f"{float(row['peak']) / float(plain['peak']):.2f}x",
                     "" if off is None else f"{_mib(row['predicted_peak'])} ({100 * (off - 1):+.1f} %)",
-                    f"{float(row['seconds']) / float(plain['seconds']):.2f}x",
+                    f"{float(row['seconds']) / float(plain['seconds']):.2f}x" if row["seconds"] else "",
+                    f"{float(row['predicted_slowdown']):.2f}x" if row["predicted_slowdown"] else "",
                     "exact" if float(row["error"]) == 0 else f"{float(row['error']):.2g}",
                     f"{float(row['predicted_error']):.2g}" if row["predicted_error"] else "",
                 ]
             )
-        head = ("", "peak, MiB", "of plain", "predicted", "time", "error", "predicted")
+        head = ("", "peak, MiB", "of plain", "predicted", "time", "predicted", "error", "predicted")
         parts.append(f"### {name}\n\n{_table(head, lines)}\n")
     return "\n".join([*parts, _where(rows), ""])
 
@@ -133,17 +142,18 @@ def _figure(rows: list[Row]) -> None:
         for axis, what in ((axes[2 * i], "time"), (axes[2 * i + 1], "error")):
 
             def place(row: Row, what: str = what, plain: Row = plain) -> tuple[float, float]:
-                time = float(row["seconds"]) / float(plain["seconds"])
-                return float(row["peak"]) / float(plain["peak"]), time if what == "time" else float(row["error"])
+                y = float(row["error"]) if what == "error" else float(row["seconds"]) / float(plain["seconds"])
+                return float(row["peak"]) / float(plain["peak"]), y
 
-            for row in own:
+            shown = [row for row in own if row["seconds"] or what == "error"]
+            for row in shown:
                 x, y = place(row)
                 if row["mode"] in PLANS or (what == "error" and y == 0):
                     continue
                 axis.plot(x, y, "o", color=COLORS.get(row["mode"], _OTHER))
                 axis.annotate(row["mode"], (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7.5)
             for mode, color in _LINES.items():
-                plans = sorted(place(row) for row in own if row["mode"] == mode)
+                plans = sorted(place(row) for row in shown if row["mode"] == mode)
                 if plans:
                     axis.plot(*zip(*plans, strict=True), "D-", color=color, markersize=4, label=mode)
             axis.set_title(f"{name}\n{'time of a step, plain = 1' if what == 'time' else 'gradient error'}", fontsize=9)
@@ -190,13 +200,12 @@ def _fits(rows: list[Row]) -> str:
                     f"{int(row['size']) / plain:.1f}x",
                     _mib(row["peak"]),
                     _mib(row["predicted_peak"]),
-                    "exact" if float(row["error"]) == 0 else f"{float(row['error']):.2g}",
                 ]
             )
-    head = ("", "way", "batch", "of plain", "measured peak, MiB", "predicted", "error")
+    head = ("", "way", "batch", "of plain", "measured peak, MiB", "predicted")
     return (
         "## The largest batch for 2 GiB\n\nFound by `lowtide.fit` without data, then one real step of that size in a "
-        "child process. No tensor gets fewer than 2 bits; the error is measured, not predicted.\n\n"
+        "child process. No tensor gets fewer than 2 bits.\n\n"
         f"{_table(head, lines)}\n\n{_where(rows)}\n"
     )
 

@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,7 +34,16 @@ from lowtide.codecs import (
     flatten,
 )
 from lowtide.machine import costs
-from lowtide.machine.costs import Call, Seconds, codec_seconds, copy_seconds, file_seconds, forget_costs, workspaces
+from lowtide.machine.costs import (
+    Call,
+    Seconds,
+    codec_seconds,
+    copy_seconds,
+    file_seconds,
+    forget_costs,
+    fresh_seconds,
+    workspaces,
+)
 from lowtide.machine.measure import ChildError
 
 MIB = 2**20
@@ -101,7 +111,7 @@ POOL = PoolOffsets((32, 32), (3, 3), (2, 2), (1, 1), (1, 1))
 @pytest.mark.parametrize(
     "codec",
     [
-        *(GroupQuant(4, layout="channel", dither=True), GroupQuant(3, layout="sample"), SampleQuant((2, 4, 8))),
+        *(GroupQuant(4, layout="channel", dither=True), GroupQuant(3, layout="sample"), SampleQuant(14, 3)),
         *(BlockMean(dims=1), BlockMean(), BlockMean(dims=3, bits=0), BlockMean(faithful=True), SixSigma(4)),
         *(Cast("float8_e4m3fn", group=128), Projection(8), Mask(), TwoValue(), Raw(), ShapeOnly(), Indices(0, 9), POOL),
     ],
@@ -136,6 +146,29 @@ def test_copies_and_files_take_time():
     assert seconds.decode > 0
     assert seconds.encode > 0
     assert seconds.encode_call == seconds.decode_call == 0
+
+
+def test_faults_are_measured_for_the_allocator_that_the_process_has(monkeypatch):
+    """What takes twice as long the first time costs the second half; a tuned allocator is measured by itself."""
+    faulted = iter([9.0, 3.0, 2.0, 9.0, -1.0, -1.0])  # the first is that of a heap that grows
+    monkeypatch.setattr(costs, "_faulted", lambda: next(faulted))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    assert fresh_seconds() == 2.0
+    assert fresh_seconds() == 2.0
+    monkeypatch.setattr(costs, "is_tuned", lambda: True)
+    assert fresh_seconds() == 0.0
+    assert next(faulted, None) is None
+
+
+def test_memory_that_was_touched_before_has_fewer_faults(monkeypatch):
+    """Blocks that are all the same memory, touched before, against those of the system."""
+    kept = torch.ones(costs._BLOCK, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: kept)
+    again = costs._faulted()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "empty", lambda count, **kwargs: torch.from_numpy(np.zeros(count, np.uint8)))
+    assert costs._faulted() > max(0.0, again)
 
 
 def test_measuring_leaves_threads_and_generators_alone(quick):

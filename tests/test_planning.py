@@ -14,10 +14,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.planning import fitting, planner
 from lowtide.planning.planner import Problem, budget_for, nbytes_of, usable
 from lowtide.planning.profiling import digest
 from lowtide.planning.recorder import Recorder
-from lowtide.planning.solvers import KEEP, path
+from lowtide.planning.solvers import KEEP, evaluate, path
+from lowtide.planning.verifying import Verification, verify
 from zoo import ZOO
 
 MIB = 2**20
@@ -159,8 +161,9 @@ def test_the_optimizer_counts(measured):
 
 def test_a_model_on_the_meta_device_needs_no_memory():
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(1 << 16, 1 << 16), nn.GELU(), nn.Linear(1 << 16, 1))
-        batch = torch.empty(1 << 14, 1 << 16)
+        # No call is small enough to be run for its workspace, on a machine with less than 64 GiB of free memory.
+        model = nn.Sequential(nn.Linear(1 << 17, 1 << 17), nn.GELU(), nn.Linear(1 << 17, 1))
+        batch = torch.empty(1 << 16, 1 << 17)
     profile = lowtide.profile(model, batch, lambda m, x: m(x).square().mean())
     assert profile.fake
     assert profile.peak > 16 * 2**30
@@ -263,6 +266,24 @@ def test_less_memory_costs_more(measured):
         predicted = lowtide.plan(profile, int(part * profile.peak)).predicted
         costs.append(predicted.error)
     assert costs == sorted(costs)
+
+
+def test_each_read_of_a_stored_tensor_costs_the_faults_of_its_bytes(measured, monkeypatch):
+    """The same picks under another allocator: seconds differ by the bytes that backward reads of what is not kept."""
+    _, _, profile = measured
+    found = {}
+    for seconds in (0.0, 1e-6):
+        monkeypatch.setattr(planner, "fresh_seconds", lambda seconds=seconds: seconds)
+        problem = Problem.of(profile, ("compress", "rebuild"))
+        picks = path(problem.base, problem.items)[-1].picks  # without a price the path does not depend on seconds
+        found[seconds] = evaluate(problem.base, problem.items, picks).seconds
+    read = [
+        len(saved.reads) * saved.nbytes
+        for saved, pick in zip(profile.saved, picks, strict=True)
+        if saved.has_values and pick != KEEP
+    ]
+    assert len(read) > 4
+    assert found[1e-6] - found[0.0] == pytest.approx(1e-6 * sum(read), rel=1e-9)
 
 
 def test_everything_is_kept_where_it_fits(measured):
@@ -398,8 +419,11 @@ def test_a_verified_plan_is_measured_in_other_processes(measured):
     found = plan.verify(model, batch, loss)
     assert found.peak < found.plain_peak
     assert 0.85 < found.peak_ratio < 1.15  # of 60 MiB; resident memory is exact to a few
-    assert 0 < found.error < 0.01  # bfloat16 and more bits
+    assert 0 < found.error < 0.1
     assert "predicted" in str(found)
+    unseen = verify(plan, model, batch, loss, plain=False, steps=0, compare=False)
+    assert math.isnan(unseen.error)
+    assert abs(unseen.peak - found.peak) < 4 * MIB
 
 
 # ---------------------------------------------------------------- fit, attach with a budget, explaining errors
@@ -418,6 +442,24 @@ def test_fit_finds_the_largest_batch():
     assert lowtide.fit(model, images, loss, "40 MiB", run=False, most=3).size == 3
     with pytest.raises(ValueError, match="method must be one of"):
         lowtide.fit(model, images, loss, "40 MiB", method="magic")
+
+
+def test_fit_tries_a_smaller_size_where_a_real_step_takes_more(monkeypatch):
+    """Steps that take 3 MiB more than predicted: the largest size that leaves room for them, whatever was first."""
+    budget, seen = 24 * MIB, []
+
+    def found(plan, model, batch, loss_fn, *, predicted_peak, **settings):
+        seen.append(len(batch[0]))
+        return Verification(predicted_peak + 3 * MIB, None, 0.0, None, 0.0)
+
+    monkeypatch.setattr(fitting, "verify", found)
+    fitted = lowtide.fit(net(), images, loss, budget, method="plain", measure=False)
+    alone = lowtide.fit(net(), images, loss, budget, method="plain", measure=False, run=False)
+    fewer = lowtide.fit(net(), images, loss, budget - 3 * MIB, method="plain", measure=False, run=False)
+    assert seen[0] == alone.size
+    assert seen[-1] == fitted.size < alone.size
+    assert fitted.verification.peak <= budget
+    assert fitted.size >= fewer.size
 
 
 def test_attach_with_a_budget_keeps_to_it():

@@ -5,8 +5,9 @@ processor, number of threads, and version of torch, Numba and lowtide (:func:`fo
 ``LOWTIDE_CACHE_DIR`` if that is set, otherwise ``lowtide`` in ``XDG_CACHE_HOME`` or ``~/.cache``. A file that cannot be
 read or written is no error: then each process measures for itself.
 
-Seconds are those of a quiet moment, the least of several runs. Memory that was never touched before costs page faults
-on top, which these runs do not have. Seconds have to be measured outside of sessions, fake tensors and other modes of
+Seconds are those of a quiet moment, the least of several runs. Memory that the system hands out anew costs page faults
+on top, which these runs do not have; :func:`fresh_seconds` tells what they cost with the allocator of this process, and
+is kept in the process only. Seconds have to be measured outside of sessions, fake tensors and other modes of
 torch, and while no other thread of the process computes: the number of threads is 1 for a moment.
 """
 
@@ -20,6 +21,7 @@ import math
 import os
 import platform
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -34,7 +36,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..codecs import BlockMean, Codec, GroupQuant, Indices, PoolOffsets, SampleQuant, SixSigma, TwoValue
+from ..codecs import BlockMean, Codec, GroupQuant, Indices, LogQuant, PoolOffsets, SampleQuant, SixSigma, TwoValue
+from .malloc import is_tuned
 from .measure import ChildError, Emit, available_nbytes, peak_above, run_child
 
 _LARGE, _SMALL = 1_600_000, 4096  # values of the two tensors that a codec's seconds follow from
@@ -42,6 +45,9 @@ _RUNS = {_LARGE: 7, _SMALL: 30}
 _PATIENCE = 0.5  # seconds after which no further run begins, however few there were
 _KEY = 0x5EED  # any number: it names the random numbers of an encoding
 _COPIED = 1 << 26  # bytes: more than any cache of a processor holds
+# Blocks that glibc's heap serves once it has seen one, and together more than it ever keeps free at its top, 64 MiB.
+_BLOCK, _BLOCKS = 1 << 23, 16
+_PIECE = 1 << 20
 _NOISE = 1 << 20  # bytes: resident memory is not known better than that
 # Threads that wait for each other without a pause take many times as long if other processes keep the cores busy.
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -90,6 +96,17 @@ def codec_seconds(codec: Codec, dtype: torch.dtype = torch.float32, rectified: b
 def copy_seconds() -> float:
     """Return the seconds for each byte of a large copy in memory, both ends of which were in use before."""
     return _once("copy", 1, _time_copy)[0]
+
+
+def fresh_seconds() -> float:
+    """Return the seconds for each byte that the page faults of a large tensor cost with the allocator of this process.
+
+    Tensors are taken until they are more than glibc keeps, and are freed the last first, as a step does it. What
+    filling them takes beyond filling them again are the faults. An allocator that keeps what was freed, as glibc's does
+    after ``tune_cpu_allocator``, has none after its first round. It is measured once for each process, and anew after
+    such a call, and needs 128 MiB for a moment.
+    """
+    return _once(f"fresh{' tuned' * is_tuned()}", 1, _time_fresh, lasting=False)[0]
 
 
 def file_seconds() -> Seconds:
@@ -233,6 +250,8 @@ def _sample(codec: Codec, dtype: torch.dtype, size: int) -> Tensor:
         whole = dtype if not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool else torch.int64
         return torch.randint(codec.low, codec.high + 1, (size,), generator=random, dtype=whole, device="cpu")
     values = torch.randn(_shape(codec, size), generator=random, dtype=torch.float32, device="cpu")
+    if isinstance(codec, LogQuant):
+        values = values.abs_().neg_()
     return values.gt_(0).to(dtype) if isinstance(codec, TwoValue) or dtype == torch.bool else values.to(dtype)
 
 
@@ -242,8 +261,7 @@ def _is_ours(codec: Codec) -> bool:
 
 def _shape(codec: Codec, size: int) -> tuple[int, ...]:
     if isinstance(codec, SampleQuant):
-        samples = max(1, len(codec.bits))
-        return samples, max(1, size // samples)
+        return codec.samples, max(1, size // codec.samples)
     if isinstance(codec, BlockMean) and codec.dims != 2:
         if codec.dims == 1:
             return (8, 64, 3136) if size == _LARGE else (1, 4, 1024)
@@ -269,6 +287,39 @@ def _time_copy() -> tuple[float]:
     source = torch.ones(_COPIED, dtype=torch.uint8, device="cpu")
     target = torch.ones_like(source)
     return (_least(lambda: target.copy_(source), 5) / _COPIED,)
+
+
+def _time_fresh() -> tuple[float]:
+    threads = torch.get_num_threads()
+    _faulted()  # the heap may have to grow first
+    try:
+        seconds = _faulted()
+        if threads > 1:
+            torch.set_num_threads(1)
+            seconds = min(seconds, _faulted())  # as in _least
+    finally:
+        torch.set_num_threads(threads)
+    return (max(0.0, seconds),)
+
+
+def _faulted() -> float:
+    """Seconds for each byte by which filling memory that was just taken is slower than filling it again.
+
+    It is timed in pieces, and their median counts: a few may be memory that the process still had, and in a few another
+    process may have had the core.
+    """
+    blocks = [torch.empty(_BLOCK, dtype=torch.uint8, device="cpu") for _ in range(_BLOCKS)]
+    taken = []
+    for block in blocks:
+        for piece in block.view(-1, _PIECE):
+            start = time.perf_counter()
+            piece.fill_(1)
+            middle = time.perf_counter()
+            piece.fill_(2)
+            taken.append(2 * middle - start - time.perf_counter())
+    while blocks:  # the last first, as backward does it
+        blocks.pop()
+    return statistics.median(taken) / _PIECE
 
 
 def _time_file() -> Seconds:

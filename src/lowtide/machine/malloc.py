@@ -23,6 +23,7 @@ _M_MMAP_MAX = -4
 _NEVER = -1  # as a size this is the largest there is
 _REUSES_ALIGNED = (2, 38)
 _NO_CACHES = "glibc.malloc.tcache_count=0"
+_state = {"tuned": False}
 
 
 def glibc_version() -> tuple[int, int] | None:
@@ -62,7 +63,14 @@ def tune_cpu_allocator() -> bool:
     if not can_tune():
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all(mallopt(what, value) for what, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_MXFAST, 0)))
+    settings = (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_MXFAST, 0)
+    _state["tuned"] = all(mallopt(what, value) for what, value in settings)
+    return _state["tuned"]
+
+
+def is_tuned() -> bool:
+    """Tell whether :func:`tune_cpu_allocator` took effect in this process."""
+    return _state["tuned"]
 
 
 def start_environment() -> dict[str, str]:

@@ -71,7 +71,8 @@ def fit(
     without data, so none of them needs memory; ``make_batch`` is called for the tried sizes, and what it makes with
     torch functions has no data then. Without a budget the free memory of the model's device counts. ``method`` is
     "plan", or "plain" for the largest size of an ordinary step. No tensor gets fewer than 2 bits. With ``run`` a real
-    step of that size runs in a child process, and the result has its peak and time. ``measure`` is that of
+    step of that size runs in a child process, and the result has its peak and time; if that peak is above the budget, a
+    smaller size is tried. ``measure`` is that of
     :func:`profile`, ``allow``, ``blocks`` and ``solver`` are those of :func:`plan`.
 
     >>> import torch, lowtide
@@ -124,20 +125,27 @@ def fit(
             f"which {size(found.rest)} is there before the step",
             budget_for(peak),
         )
-    peak, found = known[best, measure]
-    made = None if method == "plain" else plan(found, given, allow=allowed, blocks=named, solver=solver)
-    verification = None
-    if run:
-        batch = make_batch(best)
-        if made is not None and found.peak < available_nbytes() // 2:  # it can be measured what noise does
-            measured = profile(model, batch, loss_fn, optimizer=optimizer)
-            made = plan(measured, given, allow=allowed, blocks=named, solver=solver)
-        verification = verify(
-            *(made, model, batch, loss_fn),
-            plain=found.peak < available_nbytes() // 2,
-            beside=found.optimizer_nbytes,
-            predicted_peak=peak if made is None or made.predicted is None else made.predicted.peak,
-        )
+    while True:
+        peak, found = least(best, measure), known[best, measure][1]
+        made = None if method == "plain" else plan(found, given, allow=allowed, blocks=named, solver=solver)
+        verification = None
+        if run:
+            batch = make_batch(best)
+            if made is not None and found.peak < available_nbytes() // 2:  # it can be measured what noise does
+                measured = profile(model, batch, loss_fn, optimizer=optimizer)
+                made = plan(measured, given, allow=allowed, blocks=named, solver=solver)
+            verification = verify(
+                *(made, model, batch, loss_fn),
+                plain=found.peak < available_nbytes() // 2,
+                beside=found.optimizer_nbytes,
+                predicted_peak=peak if made is None or made.predicted is None else made.predicted.peak,
+            )
+        if verification is None or verification.peak <= given or best == 1:
+            break
+        # Operators take more inside themselves than in a small step: the next size that leaves as much room is tried.
+        best, more = best - 1, verification.peak - least(best, measure)
+        while best > 1 and least(best, measure) + more > given:
+            best -= 1
     peak = peak if made is None or made.predicted is None else made.predicted.peak
     return Fit(best, given, peak, made, found, verification)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..codecs import Codec
-from ..machine.costs import codec_seconds, file_seconds
+from ..machine.costs import codec_seconds, file_seconds, fresh_seconds
 from ..policy.choice import Choice
 from ..policy.plan import Plan, named
 from ..report import size
@@ -35,7 +35,7 @@ _TRADE = 0.2
 ``2 * 0.1**2``, because noise counts beside each gradient and beside the whole."""
 
 
-_RESERVE = 256
+_RESERVE = 128
 """One part in so many of a budget is left free: small objects and rounding to pages."""
 
 
@@ -467,7 +467,7 @@ def _coding(codec: Codec, saved: Saved, profile: Profile) -> float:
         return 0.0
     cost = codec_seconds(codec, getattr(torch, saved.dtype), saved.rectified)
     values = math.prod(saved.shape)
-    return cost.to_encode(values) + len(saved.reads) * cost.to_decode(values)
+    return cost.to_encode(values) + len(saved.reads) * (cost.to_decode(values) + _faults(saved, profile))
 
 
 def _rebuilding(saved: Saved, profile: Profile) -> float:
@@ -475,7 +475,16 @@ def _rebuilding(saved: Saved, profile: Profile) -> float:
     if not profile.step_seconds or not saved.sources or not saved.offers:
         return 0.0
     cost = codec_seconds(saved.offers[0].codec, getattr(torch, saved.dtype))
-    return len(saved.reads) * len(saved.sources) * 2 * cost.to_decode(math.prod(saved.shape))
+    each = len(saved.sources) * 2 * cost.to_decode(math.prod(saved.shape))
+    return len(saved.reads) * (each + _faults(saved, profile))
+
+
+def _faults(saved: Saved, profile: Profile) -> float:
+    """Seconds of the page faults that a read brings: backward takes memory for a tensor that it would have had.
+
+    They need not happen in the read itself. If the tensor had been kept, its memory would serve another one later.
+    """
+    return saved.nbytes * fresh_seconds() if profile.device.startswith("cpu") else 0.0
 
 
 def _windows(saved: Saved, starts: Sequence[int], died: int) -> tuple[tuple[int, int], ...]:

@@ -21,7 +21,7 @@ import lowtide
 from lowtide.machine.malloc import start_environment
 from lowtide.machine.measure import run_child
 from lowtide.tools import demo
-from nets import BasicBlock, Bottleneck, DoubleConv, UNet3d, resnet20, resnet50
+from nets import BasicBlock, Bottleneck, DoubleConv, Gpt, UNet3d, resnet20, resnet50
 
 
 @dataclass
@@ -63,6 +63,16 @@ def _gpt2(batch: int) -> Subject:
     return _tokens(model, {"input_ids": tokens, "labels": tokens}, model.transformer.h)
 
 
+def _gpt(batch: int) -> Subject:
+    model = Gpt()
+    tokens = torch.randint(2048, (batch, 257))
+    return Subject(
+        model,
+        lambda m: F.cross_entropy(m(tokens[:, :-1].contiguous()).flatten(0, 1), tokens[:, 1:].flatten()),
+        list(model.blocks),
+    )
+
+
 def _mlp(depth: int, width: int, batch: int) -> Subject:
     layers: list[nn.Module] = []
     for _ in range(depth):
@@ -76,8 +86,10 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
     "resnet50": lambda n: _images(resnet50(), torch.randn(n, 3, 224, 224), 1000, Bottleneck),
     "demo": lambda n: _images(demo.network(), torch.randn(n, 1, 32, 32), 10, demo.Block),
     "resnet20": lambda n: _images(resnet20(), torch.randn(n, 3, 32, 32), 10, BasicBlock),
+    "resnet8": lambda n: _images(resnet20(blocks=1), torch.randn(n, 3, 32, 32), 10, BasicBlock),
     "bert": _bert,
     "gpt2": _gpt2,
+    "gpt": _gpt,
     "unet3d": lambda n: _images(UNet3d(), torch.randn(n, 1, 32, 64, 64), 3, DoubleConv),
     "tiny-mlp": lambda n: _mlp(40, 32, n),
     "tiny-cnn": lambda n: _images(resnet20(), torch.randn(n, 3, 4, 4), 10, BasicBlock),

@@ -134,3 +134,19 @@ class Block(nn.Module):
         q, k, v = (f(h).view(n, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, d))
         return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """A small language model of GPT-2's form: learned positions, blocks, a norm, and scores for each next token."""
+
+    def __init__(self, width: int = 512, depth: int = 3, heads: int = 8, tokens: int = 2048, length: int = 256) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.place.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

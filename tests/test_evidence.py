@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lowtide
-from evidence import chart, data, derived, fidelity, nets, safety, shapes, zoo
+from evidence import chart, coverage, data, derived, fidelity, nets, safety, shapes, zoo
 from evidence.fidelity import Batch, Entry, difference, entries, gradient, measure, sgd_noise, values_of
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -105,7 +105,7 @@ MEANS = 2 * 8192 / 64  # a bfloat16 for each block of 8 x 8
         # A scale of two bytes for each group within the innermost dimension: 16 columns of a map, 2048 of a row.
         ("cast", {"dtype": "float8_e4m3fn", "group": 128}, 3 * 8192 + 2 * (2 * 8192 / 16 + 8192 / 128)),
         ("pool", {"kernel": 2}, 8192 * 4 + 8192 * 4 / 4 + 8192 * 4),
-        ("actnn", {"bits": 2}, 3 * GROUPS),
+        ("actnn", {"bits": 2}, 3 * GROUPS + 4),  # the last has bits by sample, a byte for each of four
         ("division", {"bits": 2}, 2 * (MEANS + GROUPS) + GROUPS),
         # What the second convolution reads is rebuilt from the input of batch norm.
         ("division", {"bits": 2, "derive": True}, MEANS + GROUPS + GROUPS),
@@ -328,3 +328,11 @@ def test_the_page_of_plans_is_made_from_its_rows():
     from evidence import planning_page
 
     assert (DOCS / "planning.md").read_text(encoding="utf-8") == planning_page.text()
+
+
+def test_what_plain_pytorch_keeps_is_counted_without_weights_and_batch():
+    """Of a small classifier that is the result of its ReLU, the log-probabilities and the count of its loss."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x, y = torch.randn(5, 8), torch.randint(4, (5,))
+    case = zoo.Case(model, lambda change: nn.functional.cross_entropy(model(x), y))
+    assert coverage.saved_by_plain(case) == 4 * (5 * 16 + 5 * 4 + 1)

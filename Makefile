@@ -26,7 +26,8 @@ demo: $(READY)
 # Two processes; threads that wait for others give up their core at once.
 TESTS := GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-test: $(READY)
+# Triton's kernels come first, in its interpreter: that is a choice for a whole process.
+test: test-gpu
 	$(TESTS)
 
 test-fast: $(READY)
@@ -37,11 +38,13 @@ $(GPU): $(READY)
 	touch $(GPU)
 
 # Without a GPU: the kernels in Triton's interpreter, and some of them compiled.
+INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_gpu_kernels.py
+
 test-gpu: $(GPU)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -rs tests/test_gpu_kernels.py
+	$(INTERPRETED)
 
 test-gpu-full: $(GPU)
-	TRITON_INTERPRET=1 LOWTIDE_TEST_GPU=full $(BIN)/python -m pytest -rs tests/test_gpu_kernels.py
+	LOWTIDE_TEST_GPU=full $(INTERPRETED)
 
 # Without a GPU: every kernel compiled for five architectures, and its machine code looked at.
 gpu-aot: $(GPU)
@@ -85,6 +88,7 @@ evidence-plan: $(EVIDENCE)
 	$(BIN)/python -m evidence.planning steps
 	$(BIN)/python -m evidence.planning blocks
 	$(BIN)/python -m evidence.planning fit
+	$(BIN)/python -m evidence.planning products
 	$(BIN)/python -m evidence.planning sizes
 	$(BIN)/python -m evidence.planning page
 

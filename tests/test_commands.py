@@ -45,6 +45,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(profiling, "workspaces", lambda calls: {})
     monkeypatch.setattr(planner, "codec_seconds", lambda codec, dtype, rectified=False: Seconds(1e-9, 1e-9))
+    monkeypatch.setattr(planner, "fresh_seconds", lambda: 1e-10)
     monkeypatch.chdir(tmp_path)
     Path("small.py").write_text(SMALL)
     Path("broken.json").write_text("{")

@@ -12,6 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from .. import kernels
 from ..attachment import attach
 from ..kernels import ops, reference
+from ..policy.choice import Choice
+from ..policy.methods import Division, Method
+from ..policy.use import Use
+from ..session.streams import Copies, stream_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,13 +57,14 @@ def examine(device: torch.device, small: bool = False) -> dict[str, Any]:
     print(f"{where['device']}, torch {where['torch']}")
     differing = list(differences(device))
     print(f"Bytes against the reference on the CPU: {'all equal' if not differing else 'DIFFERENT: ' + str(differing)}")
-    rates = dict(speeds(device, 1 << 12 if small else 1 << 26))
+    rounds = 1 if small else 5  # the first ones compile, and adaptive methods decide in them
+    rates = dict(speeds(device, 1 << 12 if small else 1 << 26, rounds))
     for name, rate in rates.items():
         print(f"  {name}: {rate:.0f} GB/s")
     steps = {}
     networks = {"ResNet-50-like": convolutions(device, small), "GPT-2-like": transformer(device, small)}
     for name, make in networks.items():
-        steps[name] = {mode: step(make, mode, device) for mode in ("plain", "checkpoint", "division", "auto")}
+        steps[name] = {mode: step(make, mode, device, rounds) for mode in _MODES}
         for mode, (seconds, peak) in steps[name].items():
             ratio = seconds / steps[name]["plain"][0]
             print(f"  {name} {mode}: {1e3 * seconds:.1f} ms a step ({ratio:.2f}x), peak {peak / 2**20:.0f} MiB")
@@ -85,6 +91,8 @@ def _same(ours: Any, truth: Any) -> bool:
     if isinstance(truth, (tuple, list)):
         return all(_same(a, b) for a, b in zip(ours, truth, strict=True))
     ours = ours.cpu()
+    if truth.dtype.is_floating_point and truth.dtype.itemsize == 1:
+        ours, truth = ours.float(), truth.float()
     if truth.dtype.is_floating_point:
         nan = truth.isnan()
         if not torch.equal(ours.isnan(), nan):
@@ -103,12 +111,14 @@ def _awkward(dtype: torch.dtype) -> Tensor:
 def differences(device: torch.device) -> Iterator[str]:
     """The operators, with their settings, whose results are not those of the reference on the CPU."""
 
-    def there(given: Any) -> Any:
-        return given.to(device) if isinstance(given, Tensor) else given
+    def run(operator: Callable[..., Any], given: tuple[Any, ...], place: torch.device) -> Any:
+        own = [one.to(place, copy=True) if isinstance(one, Tensor) else one for one in given]
+        result = operator(*own)
+        return own[0] if result is None else result  # it works in place
 
     for operator, label, given in _calls():
-        truth = getattr(reference, operator)(*given)
-        if not _same(getattr(ops, operator)(*map(there, given)), truth):
+        truth = run(getattr(reference, operator), given, torch.device("cpu"))
+        if not _same(run(getattr(ops, operator), given, device), truth):
             yield f"{operator} {label}"
 
 
@@ -119,6 +129,7 @@ def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         mask = reference.pack_band(x, 0.0, math.inf, False, True)
         yield "pack_band", label, (x, 0.0, math.inf, False, True)
         yield "unpack_band", label, (mask, numel, dtype, 1.0, 0.0)
+        yield "mask_values", label, (x, mask)
         yield "range_energy", label, (x, 784, 256, True)
         yield "block_means", label, (x, geometry, 8, dtype)
         for bits in range(1, 9):
@@ -133,15 +144,37 @@ def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         parts = reference.quantize_blocks(x, geometry, 8, 784, 256, 2, 5, True)
         yield "quantize_blocks", label, (x, geometry, 8, 784, 256, 2, 5, True)
         yield "dequantize_blocks", label, (*parts, geometry, 8, 784, 256, 2, dtype, mask)
+        yield "spread_blocks", label, (parts[0], geometry, 8, dtype)
+        own = (torch.arange(64) * 5 % 8 + 1).to(torch.uint8)
+        size = sum(reference.row_bytes(784, 256, bits) for bits in own.tolist())
+        samples = reference.quantize_samples(x, own, size, 256, 5, True)
+        yield "quantize_samples", label, (x, own, size, 256, 5, True)
+        yield "dequantize_samples", label, (*samples, own, numel, 256, dtype, mask)
+        small = reference.cast_groups(x, 784, 256, torch.float8_e5m2)
+        yield "cast_groups", label, (x, 784, 256, torch.float8_e5m2)
+        yield "uncast_groups", label, (*small, 784, 256, dtype)
+        yield "rebuild_affine", label, (x, (64, 16, 49), torch.randn(16), torch.randn(16), x.flip(0), mask)
+    tiles = reference.quantize_channels(_awkward(torch.float32), (64, 16, 49), 256, 3, 5, False)
+    scale, other = torch.randn(16), torch.randn(numel)
+    yield "dequantize_affine", "3 bits", (*tiles, (64, 16, 49), 256, 3, None, 5, scale, scale.flip(0), other, mask)
+    for width, kind in ((1, torch.uint8), (4, torch.int64), (16, torch.int32)):
+        whole = (torch.arange(1003) * 7 % 2**width).to(kind)
+        yield "pack_uints", f"{width} bits", (whole, 0, width)
+        yield "unpack_uints", f"{width} bits", (reference.pack_uints(whole, 0, width), 1003, width, 0, kind)
+    starts, taps = torch.arange(0, 56, 2), torch.tensor([0, 1, 2, 56, 57, 58])
+    windows = (starts[:, None] + taps[torch.arange(28 * 48).view(28, 48) % 6]).T.reshape(-1)
+    packed, _ = reference.pack_taps(windows, starts, 1, taps, 112, 4)
+    yield "pack_taps", "4 bits", (windows, starts, 1, taps, 112, 4)
+    yield "unpack_taps", "4 bits", (packed, windows.numel(), starts, 1, taps, 4)
 
 
 # ---------------------------------------------------------------- speed
 
 
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The best of five calls; the first ones compile, and adaptive methods decide in them."""
+def _seconds(call: Callable[[], Any], device: torch.device, rounds: int) -> float:
+    """The best of some calls."""
     best = math.inf
-    for _ in range(5):
+    for _ in range(rounds):
         _wait(device)
         start = time.perf_counter()
         call()
@@ -150,19 +183,48 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     return best
 
 
-def speeds(device: torch.device, values: int) -> Iterator[tuple[str, float]]:
-    """Gigabytes of the uncompressed tensor a second: copy_, encode and decode."""
+def speeds(device: torch.device, values: int, rounds: int) -> Iterator[tuple[str, float]]:
+    """Gigabytes of the uncompressed tensor a second: copy_, encode and decode, and to pinned host memory and back."""
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(values, device=device).to(dtype)
         row, label = min(values, 1 << 18), str(dtype).removeprefix("torch.")
         target, size = torch.empty_like(x), x.nbytes / 1e9
-        yield f"copy_ {label}", size / _seconds(partial(target.copy_, x), device)
+        yield f"copy_ {label}", size / _seconds(partial(target.copy_, x), device, rounds)
         for bits in (2, 4):
             codes, side = ops.quantize_groups(x, row, 256, bits, 5, False)
             encode = partial(ops.quantize_groups, x, row, 256, bits, 5, False)
-            yield f"quantize_groups {label} {bits} bits", size / _seconds(encode, device)
+            yield f"quantize_groups {label} {bits} bits", size / _seconds(encode, device, rounds)
             decode = partial(ops.dequantize_groups, codes, side, values, row, 256, bits, dtype, None)
-            yield f"dequantize_groups {label} {bits} bits", size / _seconds(decode, device)
+            yield f"dequantize_groups {label} {bits} bits", size / _seconds(decode, device, rounds)
+    stream = stream_of(x)
+    if stream is not None:
+        link = Copies(x.device, stream)
+        held, _, copied = link.out((x,))
+        out, back = (lambda: link.reuse(link.out((x,))[2])), (lambda: link.read(*link.back(held, copied)))
+        yield "to host memory, beside the computation", size / _seconds(out, device, rounds)
+        yield "and back", size / _seconds(back, device, rounds)
+
+
+@dataclass(frozen=True)
+class _Away(Method):
+    """Everything goes to host memory, as it is or in codes."""
+
+    name = "away"
+    codes: bool
+
+    def choose(self, use: Use) -> Choice:
+        choice = Division().choose(use)
+        return replace(choice, home="host") if self.codes and choice.codec is not None else Choice.offload()
+
+
+_MODES: dict[str, Method | str | None] = {
+    "plain": None,
+    "checkpoint": None,
+    "division": "division",
+    "auto": "auto",
+    "offload": _Away(False),
+    "division in host memory": _Away(True),
+}
 
 
 class _Bottleneck(nn.Module):
@@ -227,11 +289,12 @@ def transformer(device: torch.device, small: bool) -> Callable[[], Subject]:
     return make
 
 
-def step(make: Callable[[], Subject], mode: str, device: torch.device) -> tuple[float, int]:
+def step(make: Callable[[], Subject], mode: str, device: torch.device, rounds: int) -> tuple[float, int]:
     """Seconds of a training step, and the peak of its memory above what is there before (0 on the CPU)."""
     torch.manual_seed(0)
     net, x, kinds = make()
-    handle = attach(net, mode) if mode not in ("plain", "checkpoint") else None
+    method = _MODES[mode]
+    handle = None if method is None else attach(net, method)
 
     def call() -> None:
         y = x
@@ -244,7 +307,7 @@ def step(make: Callable[[], Subject], mode: str, device: torch.device) -> tuple[
         loss.backward()
         net.zero_grad(set_to_none=True)
 
-    seconds = _seconds(call, device)
+    seconds = _seconds(call, device, rounds)
     module, peak = torch.get_device_module(device), 0
     if hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats(device)

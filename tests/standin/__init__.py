@@ -8,6 +8,8 @@ counts.
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import types
 from collections import Counter
@@ -53,7 +55,18 @@ def _register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
 
 
+def _leave() -> None:
+    """End the process as it is: a thread of autograd may still be dropping a graph, and aborts if Python is gone.
+
+    torch leaves a context of Python in every graph task; its owner, a thread of the device, needs Python to drop it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if hasattr(sys, "last_value") else 0)
+
+
 _register()
+atexit.register(_leave)
 
 
 @contextmanager

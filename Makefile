@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/lowtide demo
 
 # Two processes; threads that wait for others give up their core at once.
-TESTS := GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -n 2 --dist loadfile
+TESTS := GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Triton's kernels come first, in its interpreter: that is a choice for a whole process.
 test: test-gpu

@@ -45,8 +45,7 @@ Each row is a test that runs with the real packages on the CPU: `make test-stack
 wrote this page from their results. "Works" means what the test checks, always beside the same stack without Lowtide:
 weights or gradients are bit-equal under `lossless`, the error at 4 and 8 bits stays below its bound where the row says
 so, and kept bytes fall. "No" means that the combination is not supported; the row says what you see instead.
-What is not listed was not tested. No extra installs DeepSpeed: its rows run where it is installed, and were last run by
-hand with DeepSpeed 0.19.8.
+What is not listed was not tested.
 """
 
 

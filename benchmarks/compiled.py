@@ -31,10 +31,11 @@ from rows import ORIGIN, RESULTS, append, origin, read
 PAGE = Path(__file__).parent.parent / "docs" / "compile.md"
 METHODS = ("lossless", "division", "auto")
 MODES = ("plain", "checkpoint", *METHODS, "compile", *(f"compile-{method}" for method in METHODS))
-SUBJECT = {"resnet8": 512, "gpt": 12}
+SUBJECT = {"resnet18": 16, "gpt": 6, "resnet8": 512}
 NAMES = {
-    "resnet8": "ResNet-8, 512 images of 32 px",
-    "gpt": "GPT of 3 blocks, width 512, 12 texts of 256 tokens",
+    "resnet18": "ResNet-18, 16 images of 112 px",
+    "gpt": "GPT of 4 blocks, width 512, 6 texts of 256 tokens",
+    "resnet8": "ResNet-8 of 16 to 64 channels, 512 images of 32 px",
 }
 WARM = {"auto": 4}  # steps before any counts: it measures in steps 1 and 3
 LEAST, SECONDS, MOST = 4, 5.0, 40

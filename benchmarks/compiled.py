@@ -187,7 +187,7 @@ def pair(options: argparse.Namespace) -> None:
             print(subject, method, cells, flush=True)
 
 
-HEADS = ("", "fastest step", "/ compile", "median", "peak of a step", "/ compile", "kept", "/ plain")
+HEADS = ("", "fastest step", "/ compile", "median", "peak of a step", "/ compile", "kept", "/ compile")
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -209,10 +209,12 @@ def table(rows: list[dict[str, str]]) -> str:
         for mode, (fastest, middle, peak, held) in found.items():
             cells = [f"{fastest:.3f} s", f"{fastest / found['compile'][0]:.2f}x", f"{middle:.3f} s"]
             cells += [f"{peak:.0f} MiB", f"{peak / found['compile'][2]:.2f}"]
-            cells += [f"{held:.0f} MiB", f"{held / found['plain'][3]:.2f}"]
+            cells += [f"{held:.0f} MiB", f"{held / found['compile'][3]:.2f}"]
             lines.append(f"| {_title(mode, name)} | " + " | ".join(cells) + " |")
     made = {f"commit {row['commit']}, {row['machine']}, torch {row['torch']}" for row in rows}
-    rounds = min(max(int(row["round"]) for row in rows if row["subject"] == subject) for subject in NAMES)
+    rounds = min(
+        max(int(row["round"]) for row in rows if row["subject"] == subject) for subject in {r["subject"] for r in rows}
+    )
     return "\n".join([*lines, "", f"Rounds: {rounds}. {'; '.join(sorted(made))}."])
 
 
@@ -221,7 +223,8 @@ def _title(mode: str, network: str) -> str:
         return f"**{network}**: plain"
     if mode.startswith("compile-"):
         return f"`lowtide.compile`, {mode.removeprefix('compile-')}"
-    return {"checkpoint": "checkpoint of each block", "compile": "**plain `torch.compile`**"}.get(mode, mode)
+    named = {"checkpoint": "checkpoint of each block", "compile": f"**{network}**: plain `torch.compile`"}
+    return named.get(mode, mode)
 
 
 def page(results: Path) -> None:

@@ -21,7 +21,7 @@ import lowtide
 from lowtide.machine.malloc import start_environment
 from lowtide.machine.measure import run_child
 from lowtide.tools import demo
-from nets import BasicBlock, Bottleneck, DoubleConv, Gpt, UNet3d, resnet20, resnet50
+from nets import BasicBlock, Bottleneck, DoubleConv, Gpt, UNet3d, resnet18, resnet20, resnet50
 
 
 @dataclass
@@ -64,7 +64,7 @@ def _gpt2(batch: int) -> Subject:
 
 
 def _gpt(batch: int) -> Subject:
-    model = Gpt()
+    model = Gpt(depth=4)
     tokens = torch.randint(2048, (batch, 257))
     return Subject(
         model,
@@ -84,6 +84,7 @@ def _mlp(depth: int, width: int, batch: int) -> Subject:
 
 SUBJECTS: dict[str, Callable[[int], Subject]] = {
     "resnet50": lambda n: _images(resnet50(), torch.randn(n, 3, 224, 224), 1000, Bottleneck),
+    "resnet18": lambda n: _images(resnet18(), torch.randn(n, 3, 112, 112), 1000, BasicBlock),
     "demo": lambda n: _images(demo.network(), torch.randn(n, 1, 32, 32), 10, demo.Block),
     "resnet20": lambda n: _images(resnet20(), torch.randn(n, 3, 32, 32), 10, BasicBlock),
     "resnet8": lambda n: _images(resnet20(blocks=1), torch.randn(n, 3, 32, 32), 10, BasicBlock),

@@ -81,6 +81,22 @@ def resnet20(classes: int = 10, blocks: int = 3) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def resnet18(classes: int = 1000) -> nn.Sequential:
+    """Widths, depth and strides as in torchvision, with the blocks from above."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    inputs = 64
+    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [BasicBlock(inputs, width, stride), BasicBlock(width, width, 1)]
+        inputs = width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
+    return nn.Sequential(*layers)
+
+
 class DoubleConv(nn.Sequential):
     def __init__(self, inputs: int, outputs: int) -> None:
         layers: list[nn.Module] = []

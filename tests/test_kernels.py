@@ -770,9 +770,10 @@ def test_mask_values(dtype: torch.dtype) -> None:
         assert_same(ops.mask_values(x, mask), truth, numel)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
-def test_uints(bits: int, dtype: torch.dtype) -> None:
+def test_uints(bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_fallbacks", set())
     for numel in ROWS:
         for offset in (0, -7, 5, 2**40 if dtype == torch.int64 else 3):
             generator = torch.Generator().manual_seed(numel)
@@ -785,6 +786,7 @@ def test_uints(bits: int, dtype: torch.dtype) -> None:
             assert_same(ops.unpack_uints(packed, numel, bits, offset, dtype), truth, (numel, offset))
             if bits < 8:  # values that do not fit spill over in the same way
                 assert_same(ops.pack_uints(x * 3, offset, bits), reference.pack_uints(x * 3, offset, bits), "spill")
+    assert bool(backends._fallbacks) == (dtype in (torch.int16, torch.uint8))
 
 
 def test_masks_and_integers_in_threads(threads: int) -> None:
@@ -848,7 +850,7 @@ def all_operators(x: Tensor, row: int, group: int, bits: int, geometry: tuple[in
     tapped = ops.pack_taps(positions, starts, 1, taps, 3 * row, 2)
     found += [tapped, ops.unpack_taps(tapped[0], numel, starts, 1, taps, 2)]
     for width in (1, 2, 4, 8, 16, 32):
-        for integer in (torch.int64, torch.int32):
+        for integer in (torch.int64, torch.int32, torch.int8):
             uints = ops.pack_uints(torch.arange(numel, dtype=integer) % 2, 0, width)
             found += [uints, ops.unpack_uints(uints, numel, width, 0, integer)]
     return found

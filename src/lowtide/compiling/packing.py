@@ -152,7 +152,8 @@ def _beside_convolutions(graph: fx.Graph) -> set[fx.Node]:
         if _rank(node) in (4, 5) and (op_of(node) == "convolution" or is_beside(node, node.users)):
             found.add(node)
     for node in graph.nodes:
-        if _rank(node) in (4, 5) and is_beside(node, node.all_input_nodes):
+        (maker,) = node.all_input_nodes if _is_offsets(node) else (node,)
+        if _rank(node) in (4, 5) and is_beside(node, maker.all_input_nodes):
             found.add(node)
     return found
 
@@ -160,7 +161,14 @@ def _beside_convolutions(graph: fx.Graph) -> set[fx.Node]:
 def _rank(node: fx.Node) -> int:
     """How many dimensions a map of numbers has; 0 for anything else, whose layout a compiler leaves alone."""
     value = tensor_of(node)
-    return value.dim() if value is not None and value.dtype.is_floating_point else 0
+    return value.dim() if value is not None and (value.dtype.is_floating_point or _is_offsets(node)) else 0
+
+
+def _is_offsets(node: fx.Node) -> bool:
+    """Are these positions inside the windows of a max pooling? A compiled pooling lays them out like its result."""
+    if node.target is not operator.getitem:
+        return False
+    return op_of(node.args[0]) == "_low_memory_max_pool_with_offsets" and bool(node.args[1] == 1)
 
 
 def decide(graphs: Graphs, method: Method, min_numel: int) -> None:

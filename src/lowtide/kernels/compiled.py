@@ -2106,8 +2106,10 @@ def _kernel_pack_uints(parameters: int, scratch: int, first: int, last: int) -> 
     out = p.out + (start * p.bits >> 3)
     if p.item == 8:
         _pack_any(_pointer(p.x, types.int64), out, start, n, p.offset, p.bits)
-    else:
+    elif p.item == 4:
         _pack_any(_pointer(p.x, types.int32), out, start, n, p.offset, p.bits)
+    else:
+        _pack_any(_pointer(p.x, types.int8), out, start, n, p.offset, p.bits)
 
 
 @_inline
@@ -2150,8 +2152,10 @@ def _kernel_unpack_uints(parameters: int, scratch: int, first: int, last: int) -
     packed = p.packed + (start * p.bits >> 3)
     if p.item == 8:
         _unpack_any(packed, _pointer(p.out, types.int64), start, n, p.offset, p.bits)
-    else:
+    elif p.item == 4:
         _unpack_any(packed, _pointer(p.out, types.int32), start, n, p.offset, p.bits)
+    else:
+        _unpack_any(packed, _pointer(p.out, types.int8), start, n, p.offset, p.bits)
 
 
 @_inline

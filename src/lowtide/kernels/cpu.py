@@ -962,7 +962,8 @@ def _words(values: bytes, dtype: torch.dtype) -> tuple[int, int]:
     return first, second
 
 
-_INTEGERS, _WIDTHS = (torch.int64, torch.int32), (1, 2, 4, 8, 16, 32)
+# Inductor keeps positions of max pooling in int8.
+_INTEGERS, _WIDTHS = (torch.int64, torch.int32, torch.int8), (1, 2, 4, 8, 16, 32)
 
 
 def pack_uints(x: Tensor, offset: int, bits: int) -> Tensor:

@@ -2,16 +2,12 @@
 
     python benchmarks/compiled.py prepare               compile every mode once, so that its graphs are in the caches
     python benchmarks/compiled.py step --rounds 3       append rows to results/compiled.csv
-    python benchmarks/compiled.py pair                  append rows to results/compiled_pairs.csv
-    python benchmarks/compiled.py page                  write the tables of docs/compile.md from them
+    python benchmarks/compiled.py page                  write the table of docs/compile.md from them
 
 The processes of a round take turns. Steps are measured as in `steps.py` (README.md here says how), but for two things:
 what the compiler and the first steps left in the heap is given back before the steps that count, in every mode; and
 `held` is what is kept between forward and backward, by what malloc has handed out. Modes with "compile" go through
 torch.compile with inductor, and find their graphs in its caches.
-
-`pair` lets plain and packed compiled steps take turns in one process, and takes the median of the ratios of neighbours.
-On a virtual machine whose speed changes between processes this is the ratio to trust.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ from lowtide.machine.measure import reset_peak, resident
 from rows import ORIGIN, RESULTS, append, origin, read
 
 PAGE = Path(__file__).parent.parent / "docs" / "compile.md"
-PAIRS = RESULTS / "compiled_pairs.csv"
 METHODS = ("lossless", "division", "auto")
 MODES = ("plain", "checkpoint", *METHODS, "compile", *(f"compile-{method}" for method in METHODS))
 SUBJECT = {"resnet18": 16, "gpt": 6, "resnet8": 512}
@@ -136,57 +131,6 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     }
 
 
-PAIR_FIELDS = [
-    "subject",
-    "size",
-    "allocator",
-    "method",
-    "pairs",
-    "plain_s",
-    "packed_s",
-    "ratio",
-    "low",
-    "high",
-    *ORIGIN,
-]
-
-
-def pair_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
-    """Plain and packed steps of the same weights by turns: fastest of each, and quartiles of the ratios."""
-    tune(argument)
-    torch.manual_seed(0)
-    subject = SUBJECTS[argument["subject"]](argument["size"])
-    calls = torch.compile(subject.model), lowtide.compile(subject.model, argument["method"])
-
-    def run(call: Any) -> float:
-        subject.model.zero_grad(set_to_none=True)
-        start = time.perf_counter()
-        subject.loss(call).backward()
-        return time.perf_counter() - start
-
-    for call in (*calls, *calls):
-        run(call)
-    found: list[tuple[float, ...]] = []
-    start = time.perf_counter()
-    while len(found) < LEAST or (time.perf_counter() - start < argument["seconds"] and len(found) < MOST):
-        found.append(tuple(run(call) for call in calls))
-    low, ratio, high = statistics.quantiles([packed / plain for plain, packed in found], n=4)
-    plain_s, packed_s = map(min, zip(*found, strict=True))
-    return {"pairs": len(found), "plain_s": plain_s, "packed_s": packed_s, "ratio": ratio, "low": low, "high": high}
-
-
-def pair(options: argparse.Namespace) -> None:
-    """Append a row for each subject and method."""
-    made = origin()
-    for subject in options.subjects:
-        for method in [mode.removeprefix("compile-") for mode in options.modes if mode.startswith("compile-")]:
-            what = {"subject": subject, "size": SUBJECT[subject], "method": method}
-            found = in_child("compiled:pair_child", what | {"seconds": options.seconds}, options.allocator)
-            cells = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in found.items()}
-            append(PAIRS, PAIR_FIELDS, what | {"allocator": options.allocator} | cells | made)
-            print(subject, method, cells, flush=True)
-
-
 HEADS = ("", "fastest step", "/ compile", "median", "peak of a step", "/ compile", "kept", "/ compile")
 
 
@@ -238,16 +182,15 @@ def page(results: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["prepare", "step", "pair", "page"])
+    parser.add_argument("what", choices=["prepare", "step", "page"])
     parser.add_argument("--out", type=Path, default=RESULTS / "compiled.csv", help="the CSV file to append to")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECT, default=list(SUBJECT))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--rounds", type=int, default=1, help="rounds to add to those of the file")
     parser.add_argument("--allocator", choices=["tuned", "default"], default="tuned")
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long a pair takes turns")
     options = parser.parse_args()
-    if options.what in ("page", "pair"):
-        page(options.out) if options.what == "page" else pair(options)
+    if options.what == "page":
+        page(options.out)
         return
     prepare, made = options.what == "prepare", origin()
     for _ in range(options.rounds):

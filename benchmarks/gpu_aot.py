@@ -95,7 +95,7 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
 
     for name, dtype in DTYPES.items():
         x = torch.empty(numel, dtype=dtype)
-        for bits in {"float32": (2, 4), "bfloat16": (1, 2, 3, 4, 8), "float16": (2,)}[name]:
+        for bits in {"float32": (2, 4, 8), "bfloat16": (1, 2, 3, 4, 8), "float16": (2,)}[name]:
             yield (
                 f"quantize_groups {bits} bits {name}",
                 numel,
@@ -180,6 +180,7 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
             )
         yield f"pack_band {name}", numel, lambda x=x: gpu.pack_band(x, 0.0, math.inf, False, True)
         yield f"unpack_band {name}", numel, lambda dtype=dtype: gpu.unpack_band(mask, numel, dtype, 1.0, 0.0)
+        yield f"mask_values {name}", numel, lambda x=x: gpu.mask_values(x, mask)
         yield f"range_energy {name}", numel, lambda x=x: gpu.range_energy(x, sample, 256, False)
     x = torch.empty(numel)
     widths = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.uint8)
@@ -273,7 +274,7 @@ def compiled(kernel: Any, given: dict[str, Any], target: GPUTarget) -> Any:
 # is two operations, and a float16 that is added to a float32 is widened exactly.
 ALLOWED = re.compile(
     r"(add|sub|mul|div)(\.rn)?\.f32|(add|sub|mul)\.rn\.f32x2|(add|sub)\.rn\.f32\.f16|(neg|abs)\.f32|(min|max)(\.NaN)?\.f32|setp\.[a-z]+(\.and|\.or)?\.f(16|32)|selp\.f32|mov\.f32"
-    r"|cvt\.f32\.f16|cvt\.rn\.f16(x2)?\.f32|cvt\.rn\.f32\.[us](8|16|32)|(ld|st)\.[a-z0-9_.:]*f32"
+    r"|cvt\.f32\.f16|cvt\.rn\.b?f16(x2)?\.f32|cvt\.rn\.f32\.[us](8|16|32)|(ld|st)\.[a-z0-9_.:]*f32"
 )
 
 
@@ -285,7 +286,7 @@ PIPES = {
     "memory": "LDG STG LDS STS LDSM SHFL ATOM ATOMG RED BAR",
     "special": "MUFU I2F F2I F2F POPC FLO BREV",
     "integer": "IADD3 LOP3 SHF SEL ISETP IMNMX PRMT LEA SGXT FMNMX FSEL FSETP FCHK PLOP3 P2R R2P IABS VOTE BMSK VIADD "
-    "VIMNMX MOV CS2R",
+    "VIMNMX MOV CS2R F2FP",
 }
 
 

@@ -7,6 +7,7 @@ ways. It accepts kernels that the compiler refuses; one test compiles some, and 
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import random
@@ -14,7 +15,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +43,39 @@ def fallbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]
     monkeypatch.setattr(backends, "_fallbacks", found)
     yield found
     assert not found
+
+
+@pytest.fixture(autouse=True)
+def as_devices_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter does otherwise: it rounds to bfloat16 by another rule, and NaN is the smaller of two.
+
+    Here the nearest is taken, of two the even one, NaN is 0x7FFF (as PTX has it), and NaN is left out if another number
+    is there. Reductions are folded row by row, not value by value, which takes minutes.
+    """
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    convert = interpreter._convert_float
+
+    def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if str(source) != "fp32" or str(target) != "bf16":
+            return convert(x, source, target, mode)
+        words = torch.from_numpy(np.ascontiguousarray(x).view(np.float32)).to(torch.bfloat16).view(torch.int16).numpy()
+        return np.where(np.isnan(x.view(np.float32)), 0x7FFF, words.view(np.uint16)).astype(np.uint16)
+
+    def folded(self: Any, given: Any) -> Any:
+        data = [np.moveaxis(part.handle.data, self.axis, 0) for part in given]
+        found = tuple(self.to_tensor(part[0], own.dtype) for part, own in zip(data, given, strict=True))
+        for i in range(1, len(data[0])):
+            more = (self.to_tensor(part[i], own.dtype) for part, own in zip(data, given, strict=True))
+            found = self.combine_fn.fn(*found, *more)
+            found = found if isinstance(found, tuple) else (found,)
+        return list(found)
+
+    def smaller(self: Any, a: Any, b: Any) -> Any:
+        return self.binary_op(a, b, np.fmin)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_minnumf", smaller)
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", folded)
 
 
 @pytest.mark.parametrize("positive", [False, True])

@@ -136,12 +136,17 @@ def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int]:
 class _Groups:
     """Which groups a kernel is launched for: rows of any kind, or blocks by channels."""
 
-    def __init__(self, numel: int, row: int, group: int, bits: int, geometry: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, numel: int, row: int, group: int, bits: int, geometry: Sequence[int] | None = None, whole: bool = False
+    ) -> None:
+        """``whole`` says that nothing depends on rows, which are one if their groups have one length."""
         self.numel, self.bits = numel, bits
         self.channels, self.inner, self.step, self.one = 1, 1, 1, False
         if geometry is None:
             self.row, self.group = row, min(row, group)
             self.layout = int(row % self.group != 0)
+            if self.layout == 0 and numel <= _MANY and whole:
+                self.row, self.layout = numel, 3
         else:
             outer, self.channels, self.inner = geometry
             self.step = min(channel_step(self.inner, group), outer)
@@ -191,7 +196,7 @@ class _Groups:
 
     def markable(self) -> bool:
         """Whether every group begins on a byte of a mask, and its lanes are whole bytes of it."""
-        return self.layout == 0 and self.group == 4 * _tile(self.group)[1]
+        return self.layout in (0, 3) and self.group == 4 * _tile(self.group)[1]
 
 
 class _Means:
@@ -207,17 +212,29 @@ class _Means:
         return whole if even else 1
 
     def frame(self, unit: int) -> tuple[int, ...]:
-        return _frame(self.geometry, self.block, self.row, unit)
+        return _frame(self.geometry, self.block, self.row, unit, self.maps(unit))
+
+    def maps(self, unit: int) -> bool:
+        """Whether a place is found in a map, and then in a row of it."""
+        _, s1, s2, s3, _ = self.geometry
+        s3 = s3 // unit if self.flat else s3
+        return s1 == 1 and s3 > 1 and s2 * s3 * s3 < 1 << 32
 
 
 @lru_cache
-def _frame(geometry: tuple[int, ...], block: int, row: int, unit: int) -> tuple[int, ...]:
-    """Divisors that lead from a unit of a row to its block: see ``programs._mean_at``."""
+def _frame(geometry: tuple[int, ...], block: int, row: int, unit: int, maps: bool = False) -> tuple[int, ...]:
+    """Divisors that lead from a unit of a row to its block: see ``programs._mean_at``.
+
+    With ``maps`` a map is found first. Numbers in it are divided by its ``s3`` units of a row as the product with
+    ``ceil(2**32 / s3)`` over ``2**32``: too large by less than ``1 / s3``, as ``s2 * s3 * s3`` is less than ``2**32``.
+    """
     _, s1, s2, s3, inner = geometry
     _, b1, b2, b3, _ = low_shape(geometry, block)
     means = row // (s1 * s2 * s3 * inner) * (b1 * b2 * b3 * inner)
     s3, inner = (s3 // unit, 1) if inner == 1 else (s3, inner // unit)
-    return (means, *magic(inner), inner, *magic(s3), s3, *magic(s2), s2, *magic(s1), s1, b1, b2, b3)
+    lines = (*magic(s2 * s3), -s2 * s3, _word(-(-(1 << 32) // s3)), 0, -s3)
+    lines = lines if maps else (*magic(s3), s3, *magic(s2), s2)
+    return (means, *magic(inner), inner, *lines, *magic(s1), s1, b1, b2, b3)
 
 
 def _blocks_fit(numel: int, geometry: Sequence[int], block: int, row: int) -> bool:
@@ -257,12 +274,14 @@ def _quantize(
             x_ptr=_raw(x), codes_ptr=codes, side_ptr=side.view(torch.int32), mask_ptr=support if marked else None,
             low_ptr=None if means is None else means.low, levels_ptr=table, widths_ptr=widths, starts_ptr=starts,
             key_low=_word(key), key_high=_word(key >> 32), **numbers,
-            **_named(means.frame(unit) if means else groups.frame()),
+            **_named(means.frame(unit) if means else groups.frame()), grain=1 << (15 - groups.bits), four=4,
             KIND=KINDS[x.dtype], BITS=groups.bits, POSITIVE=positive, MASK=marked,
-            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout, ONE=groups.one,
+            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout,
+            ALL=groups.layout != 2 and numbers["count"] % tile == 0, ONE=groups.one,
             BLOCK=means.block if means else 0, FLAT=means is not None and means.flat,
-            DEEP=means is not None and means.deep, UNIT=unit, EVEN=n == 4 * lane, QUAD=n % 4 == 0, GROUPS=tile,
-            LANE=lane, num_warps=warps, **_OPTIONS,
+            DEEP=means is not None and means.deep,
+            MAPS=means is not None and means.maps(unit), UNIT=unit, EVEN=n == 4 * lane, QUAD=n % 4 == 0,
+            GROUPS=tile, LANE=lane, num_warps=warps, **_OPTIONS,
         )  # fmt: skip
     if support is not None and not marked:
         support.copy_(pack_band(x, 0.0, math.inf, False, True).view_as(support))
@@ -292,11 +311,13 @@ def _dequantize(
             low_ptr=None if means is None else means.low, levels_ptr=levels, widths_ptr=widths, starts_ptr=starts,
             scale_ptr=scale, shift_ptr=shift, other_ptr=other, mask_ptr=mask,
             key_low=_word(key or 0), key_high=_word((key or 0) >> 32), **numbers,
-            **_named(means.frame(unit) if means else groups.frame()),
+            **_named(means.frame(unit) if means else groups.frame()), grain=1 << (15 - groups.bits), four=4,
             KIND=KINDS[dtype], BITS=groups.bits, SUPPORT=support is not None, DITHER=key is not None,
-            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout, ONE=groups.one,
+            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout,
+            ALL=groups.layout != 2 and numbers["count"] % tile == 0, ONE=groups.one,
             BLOCK=means.block if means else 0, FLAT=means is not None and means.flat,
-            DEEP=means is not None and means.deep, UNIT=unit, AFFINE=affine is not None, OTHER=other is not None,
+            DEEP=means is not None and means.deep,
+            MAPS=means is not None and means.maps(unit), UNIT=unit, AFFINE=affine is not None, OTHER=other is not None,
             MASK=mask is not None, EVEN=n == 4 * lane, GROUPS=tile, LANE=lane, num_warps=warps, **_OPTIONS,
         )  # fmt: skip
     return out
@@ -328,7 +349,7 @@ def quantize_groups(
         found: tuple[Tensor, Tensor] = _refer("quantize_groups", x, row, group, bits, key, positive, levels, support)
         return found
     with _guard(x):
-        groups, sizes = _Groups(numel, row, group, bits), _sizes(numel, row, group, bits)
+        groups, sizes = _Groups(numel, row, group, bits, whole=True), _sizes(numel, row, group, bits)
         return _quantize(x, groups, sizes, key, positive, levels, support)
 
 
@@ -357,7 +378,7 @@ def dequantize_groups(
         found: Tensor = _refer("dequantize_groups", *given)
         return found
     with _guard(codes):
-        return _dequantize(codes, side, _Groups(numel, row, group, bits), dtype, support, levels, key)
+        return _dequantize(codes, side, _Groups(numel, row, group, bits, whole=True), dtype, support, levels, key)
 
 
 def quantize_blocks(
@@ -388,8 +409,8 @@ def quantize_blocks(
         return found
     with _guard(x):
         low = _means_of(x, geometry, block, torch.bfloat16, nan=False)
-        groups, sizes = _Groups(numel, row, group, bits), _sizes(numel, row, group, bits)
-        means = _Means(low, geometry, block, row)
+        groups, sizes = _Groups(numel, row, group, bits, whole=True), _sizes(numel, row, group, bits)
+        means = _Means(low, geometry, block, groups.row)
         return low, *_quantize(x, groups, sizes, key, positive, levels, support, means)
 
 
@@ -423,7 +444,8 @@ def dequantize_blocks(
         found: Tensor = _refer("dequantize_blocks", *given)
         return found
     with _guard(codes):
-        groups, means = _Groups(numel, row, group, bits), _Means(low, geometry, block, row)
+        groups = _Groups(numel, row, group, bits, whole=True)
+        means = _Means(low, geometry, block, groups.row)
         return _dequantize(codes, side, groups, dtype, support, levels, key, means)
 
 

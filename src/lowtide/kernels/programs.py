@@ -121,12 +121,22 @@ def _over(n, magic, shift):
 
 
 @triton.jit
-def _place(per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0,
-           LAYOUT: tl.constexpr, ALL: tl.constexpr, GROUPS: tl.constexpr, count):  # fmt: skip
+def _numbers(count, ALL: tl.constexpr, GROUPS: tl.constexpr):
+    """The groups of a program, and whether they exist; ALL says that programs have whole numbers of groups."""
+    o = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    live = o < count
+    if ALL:
+        live = tl.full((GROUPS,), 1, tl.int1)
+    return o, live
+
+
+@triton.jit
+def _place(o, live, per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0,
+           LAYOUT: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
     """Of each group here: does it exist, number, row (or channel), first value, the same in its row, first byte.
 
     LAYOUT 0 has rows without a short group, 1 rows of any kind, 2 blocks of ``step`` outer indices by channels, and 3
-    one row without a short group. ALL says that programs have whole numbers of groups.
+    one row without a short group.
     """
     if LAYOUT == 2:
         block = tl.program_id(0) + first
@@ -138,10 +148,6 @@ def _place(per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes,
         byte = byte0 + ((block - first).to(tl.int64) * channels + r) * full_bytes
         within = r
     else:
-        o = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-        live = o < count
-        if ALL:
-            live = tl.full((GROUPS,), 1, tl.int1)
         if LAYOUT == 3:
             r = tl.zeros((GROUPS,), tl.int32)
             g = o
@@ -355,26 +361,20 @@ def _here(e, live, n, lane, j, EVEN: tl.constexpr):
     return inside
 
 
-@triton.jit(do_not_specialize=GENERAL)
-def quantize(
-    x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr,
-    count, per, m_per, h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
-    channels, inner, step, byte0, grain, four,
-    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15,
+@triton.jit
+def _encode(
+    o, live, x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr,
+    per, m_per, h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
+    channels, inner, step, byte0, grain, four, frame,
     KIND: tl.constexpr, BITS: tl.constexpr, POSITIVE: tl.constexpr, MASK: tl.constexpr, LEVELS: tl.constexpr,
-    LAYOUT: tl.constexpr, ALL: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr,
-    DEEP: tl.constexpr, MAPS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, QUAD: tl.constexpr,
-    GROUPS: tl.constexpr, LANE: tl.constexpr,
+    LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr,
+    MAPS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, QUAD: tl.constexpr, GROUPS: tl.constexpr,
+    LANE: tl.constexpr,
 ):  # fmt: skip
-    """Codes and side words of GROUPS groups of ``n`` values; BITS 0 takes the bits of each row from memory.
-
-    EVEN says that ``n`` is ``4 * LANE``, QUAD that four divides it. BLOCK 0 codes values, otherwise their difference to
-    means.
-    """
-    frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
+    """Codes and side words of the groups ``o``. ``quantize`` has the arguments."""
     live, number, r, value, within, byte = _place(
-        per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0, LAYOUT,
-        ALL, GROUPS, count,
+        o, live, per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0,
+        LAYOUT, GROUPS,
     )  # fmt: skip
     if BITS == 0:
         widths = tl.load(widths_ptr + r, mask=live, other=1).to(tl.uint32)
@@ -396,7 +396,7 @@ def quantize(
         lane = LANE
     means_at = low_ptr
     if BLOCK > 0 and LAYOUT != 3:
-        means_at = low_ptr + (r.to(tl.int64) * f0)[:, None]
+        means_at = low_ptr + (r.to(tl.int64) * frame[0])[:, None]
     hop = channels * inner
     j = tl.arange(0, LANE)
     e0, e1, e2, e3 = j, lane + j, 2 * lane + j, 3 * lane + j
@@ -507,6 +507,67 @@ def quantize(
                     ONE, BLOCK, FLAT, DEEP, MAPS)  # fmt: skip
 
 
+@triton.jit(do_not_specialize=GENERAL)
+def quantize(
+    x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr,
+    count, per, m_per, h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
+    channels, inner, step, byte0, grain, four,
+    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIVE: tl.constexpr, MASK: tl.constexpr, LEVELS: tl.constexpr,
+    LAYOUT: tl.constexpr, ALL: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr,
+    DEEP: tl.constexpr, MAPS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, QUAD: tl.constexpr,
+    GROUPS: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """Codes and side words of GROUPS groups of ``n`` values; BITS 0 takes the bits of each row from memory.
+
+    EVEN says that ``n`` is ``4 * LANE``, QUAD that four divides it. BLOCK 0 codes values, otherwise their difference to
+    means.
+    """
+    frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
+    o, live = _numbers(count, ALL, GROUPS)
+    _encode(o, live, x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr, per, m_per,
+            h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high, channels, inner, step,
+            byte0, grain, four, frame, KIND, BITS, POSITIVE, MASK, LEVELS, LAYOUT, ONE, BLOCK, FLAT, DEEP, MAPS, UNIT,
+            EVEN, QUAD, GROUPS, LANE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*GENERAL, *SIZES])
+def quantize_maps(
+    x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, count, group, full_bytes, key_low, key_high, grain, four,
+    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15,
+    blocks, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner, units,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIVE: tl.constexpr, MASK: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr, GROUPS: tl.constexpr, LANE: tl.constexpr,
+    SPAN: tl.constexpr, REST: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """``means`` and then ``quantize``, of SPAN groups that are whole maps with BLOCKS blocks.
+
+    GROUPS of them are coded at once, and then REST. The second time values come from a cache. Groups beyond the span
+    are its last again, with the same bytes.
+    """
+    frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
+    pid = tl.program_id(0)
+    for i in range(0, BLOCKS, SIZE):
+        k = i + tl.arange(0, SIZE)
+        at = pid * BLOCKS + k
+        _mean_of(x_ptr, low_ptr, at, (k < BLOCKS) & (at < blocks), s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3,
+                 inner, m_inner, h_inner, units, KIND, 1, False, BLOCK, False, VECTOR, SIZE)  # fmt: skip
+    tl.debug_barrier()
+    last = tl.minimum((pid + 1) * SPAN, count) - 1
+    for i in range(0, SPAN // GROUPS * GROUPS, GROUPS):
+        o = tl.minimum(pid * SPAN + i + tl.arange(0, GROUPS), last)
+        _encode(o, tl.full((GROUPS,), 1, tl.int1), x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, None,
+                None, 0, 0, 0, 0, 0, group, 4 * LANE, 0, 0, full_bytes, key_low, key_high, 1, 1, 1, 0, grain, four,
+                frame, KIND, BITS, POSITIVE, MASK, LEVELS, 3, False, BLOCK, True, False, True, UNIT, True, True,
+                GROUPS, LANE)  # fmt: skip
+    if REST > 0:
+        o = tl.minimum(pid * SPAN + SPAN // GROUPS * GROUPS + tl.arange(0, REST), last)
+        _encode(o, tl.full((REST,), 1, tl.int1), x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, None, None,
+                0, 0, 0, 0, 0, group, 4 * LANE, 0, 0, full_bytes, key_low, key_high, 1, 1, 1, 0, grain, four, frame,
+                KIND, BITS, POSITIVE, MASK, LEVELS, 3, False, BLOCK, True, False, True, UNIT, True, True, REST,
+                LANE)  # fmt: skip
+
+
 @triton.jit
 def _plane_bytes(n, W: tl.constexpr, widths):
     """Bytes of the plane of W bits, for groups of ``n`` values: 0 where the widths have no such plane."""
@@ -602,9 +663,10 @@ def dequantize(
 ):  # fmt: skip
     """The values of GROUPS groups; AFFINE scales and shifts them by channel afterwards."""
     frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
+    o, live = _numbers(count, ALL, GROUPS)
     live, number, r, value, within, byte = _place(
-        per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0, LAYOUT,
-        ALL, GROUPS, count,
+        o, live, per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0,
+        LAYOUT, GROUPS,
     )  # fmt: skip
     if BITS == 0:
         widths = tl.load(widths_ptr + r, mask=live, other=1).to(tl.uint32)
@@ -761,9 +823,9 @@ def _across(total, columns, SIZE: tl.constexpr, UNIT: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=SIZES)
-def means(
-    x_ptr, low_ptr, blocks, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner, units,
+@triton.jit
+def _mean_of(
+    x_ptr, low_ptr, at, live, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner, units,
     KIND: tl.constexpr, OUT: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr,
     UNIT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -771,8 +833,6 @@ def means(
 
     NAN makes what is not finite NaN. Rows of a map are ``units`` of UNIT values, which are read at once.
     """
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    live = at < blocks
     n = at.to(tl.uint32)
     t = _over(n, m_inner, h_inner)
     i = n - t * inner.to(tl.uint32)
@@ -827,6 +887,18 @@ def means(
         else:
             y = tl.where(_infinite(mean), float("nan"), y)
     tl.store(low_ptr + at, y, mask=live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def means(
+    x_ptr, low_ptr, blocks, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner, units,
+    KIND: tl.constexpr, OUT: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr,
+    UNIT: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The means of SIZE blocks."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    _mean_of(x_ptr, low_ptr, at, at < blocks, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner,
+             units, KIND, OUT, NAN, BLOCK, DEEP, UNIT, SIZE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["means_in_sample", *FRAME[1:]])

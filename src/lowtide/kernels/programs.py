@@ -872,8 +872,8 @@ def _mean_of(
         for k in range(BLOCK):
             column = tl.zeros((SIZE,), tl.float32)
             if DEEP:
-                for i in range(BLOCK):
-                    column = _column(origin, i, k, depth, rows, columns, s2, s3, inner, live, column, KIND, BLOCK, DEEP)
+                for q in range(BLOCK):
+                    column = _column(origin, q, k, depth, rows, columns, s2, s3, inner, live, column, KIND, BLOCK, DEEP)
             else:
                 column = _column(origin, 0, k, depth, rows, columns, s2, s3, inner, live, column, KIND, BLOCK, DEEP)
             total += column

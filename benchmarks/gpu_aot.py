@@ -3,9 +3,9 @@
 Each row is one launch of one operator with the numbers of a real layer: the operator runs on the host side only, its
 launches are written down, and each is compiled as Triton would compile it there. Registers, spills and shared memory
 are read from the binaries. ``instructions`` are those of a thread over the values that it works on, without those that
-handle a division's rare cases; loops count once. ``bytes`` are all bytes of the tensors of the launch over the values
-of the operator. The float instructions are held against what bit-equality allows: no fused multiply-add but inside a
-division, nothing flushed to zero, nothing approximate.
+handle a division's rare cases; loops count once, but those over the tiles of a span as often as they run. ``bytes`` are
+all bytes of the tensors of the launch over the values of the operator. The float instructions are held against what
+bit-equality allows: no fused multiply-add but inside a division, nothing flushed to zero, nothing approximate.
 
     python benchmarks/gpu_aot.py --out benchmarks/results/gpu_aot.csv
 """
@@ -95,7 +95,7 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
 
     for name, dtype in DTYPES.items():
         x = torch.empty(numel, dtype=dtype)
-        for bits in {"float32": (2, 4), "bfloat16": (1, 2, 3, 4, 8), "float16": (2,)}[name]:
+        for bits in {"float32": (2, 4, 8), "bfloat16": (1, 2, 3, 4, 8), "float16": (2,)}[name]:
             yield (
                 f"quantize_groups {bits} bits {name}",
                 numel,
@@ -180,6 +180,7 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
             )
         yield f"pack_band {name}", numel, lambda x=x: gpu.pack_band(x, 0.0, math.inf, False, True)
         yield f"unpack_band {name}", numel, lambda dtype=dtype: gpu.unpack_band(mask, numel, dtype, 1.0, 0.0)
+        yield f"mask_values {name}", numel, lambda x=x: gpu.mask_values(x, mask)
         yield f"range_energy {name}", numel, lambda x=x: gpu.range_energy(x, sample, 256, False)
     x = torch.empty(numel)
     widths = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.uint8)
@@ -273,7 +274,7 @@ def compiled(kernel: Any, given: dict[str, Any], target: GPUTarget) -> Any:
 # is two operations, and a float16 that is added to a float32 is widened exactly.
 ALLOWED = re.compile(
     r"(add|sub|mul|div)(\.rn)?\.f32|(add|sub|mul)\.rn\.f32x2|(add|sub)\.rn\.f32\.f16|(neg|abs)\.f32|(min|max)(\.NaN)?\.f32|setp\.[a-z]+(\.and|\.or)?\.f(16|32)|selp\.f32|mov\.f32"
-    r"|cvt\.f32\.f16|cvt\.rn\.f16(x2)?\.f32|cvt\.rn\.f32\.[us](8|16|32)|(ld|st)\.[a-z0-9_.:]*f32"
+    r"|cvt\.f32\.f16|cvt\.rn\.b?f16(x2)?\.f32|cvt\.rn\.f32\.[us](8|16|32)|(ld|st)\.[a-z0-9_.:]*f32"
 )
 
 
@@ -285,7 +286,7 @@ PIPES = {
     "memory": "LDG STG LDS STS LDSM SHFL ATOM ATOMG RED BAR",
     "special": "MUFU I2F F2I F2F POPC FLO BREV",
     "integer": "IADD3 LOP3 SHF SEL ISETP IMNMX PRMT LEA SGXT FMNMX FSEL FSETP FCHK PLOP3 P2R R2P IABS VOTE BMSK VIADD "
-    "VIMNMX MOV CS2R",
+    "VIMNMX MOV CS2R F2FP",
 }
 
 
@@ -298,14 +299,26 @@ def slots(kinds: Counter[str], arch: str) -> int:
     return max(found)
 
 
-def nvidia(binary: Any, arch: str) -> tuple[int, int, int, int, list[str]]:
+def repeated(
+    body: list[tuple[int, str]], loops: list[tuple[int, int]], rounds: list[int]
+) -> tuple[Counter[str], list[str]]:
+    """Instructions by name, those of a loop (its first and its last place) as often as it runs; once without rounds."""
+    kinds: Counter[str] = Counter()
+    left = rounds[max(0, len(rounds) - len(loops)) :]  # the first loop may be unrolled
+    for at, op in body:
+        within = [n for (first, last), n in zip(sorted(loops), left, strict=False) if first <= at <= last]
+        kinds[op] += math.prod(within)
+    return kinds, [f"{len(loops)} loops, not {len(rounds)}"] if rounds and len(loops) > len(rounds) else []
+
+
+def nvidia(binary: Any, arch: str, rounds: list[int]) -> tuple[int, int, int, int, list[str]]:
     """Registers, bytes spilled, instructions, issue slots, and what must not be there."""
     ptx = binary.asm["ptx"]
     used = re.findall(
         r"^\s*(?:@!?%p\d+\s+)?([a-z][A-Za-z0-9_.:]*\.(?:f16|f32|f64|bf16|f16x2|bf16x2)[a-z0-9_.]*)\s", ptx, re.M
     )
     faults = [op for op in sorted(set(used)) if not ALLOWED.fullmatch(op)]
-    faults += [word for word in (".ftz", "fma.", ".approx", "div.full") if word in ptx]
+    faults += [word for word in (".ftz", "fma.", ".approx", "div.full", ".nc.") if word in ptx]
     faults += sorted(set(re.findall(r"\b(?:div|rem)\.[us]64", ptx)))  # a call of a function that is not counted
     divisions = len(re.findall(r"\bdiv\.rn\.f32", ptx))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -318,11 +331,15 @@ def nvidia(binary: Any, arch: str) -> tuple[int, int, int, int, list[str]]:
     lines = [
         (int(at, 16), op) for at, op in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text)
     ]
-    calls = [int(at, 16) for at in re.findall(r"CALL\.REL\.NOINC (0x[0-9a-f]+)", text)]
-    end = min(calls, default=1 << 62)  # behind it lie the rare cases of divisions, which flush nothing that counts
-    body = [op.split()[0] for at, op in lines if at < end]
-    kinds = Counter(op.split(".")[0] for op in body)
-    fused = kinds["FFMA"] + kinds["FFMA2"]
+    exits = [at for at, op in lines if op.split()[0] == "EXIT"]
+    end = max(exits) + 1  # behind it lie the rare cases of divisions, which flush nothing that counts
+    body = [(at, op.split()[0]) for at, op in lines if at < end]
+    jumps = ((at, re.match(r"BRA (0x[0-9a-f]+)", op)) for at, op in lines if at < end)
+    loops = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    kinds, wrong = repeated([(at, op.split(".")[0]) for at, op in body], loops, rounds)
+    faults += wrong
+    body = [op for _, op in body]
+    fused = sum(op.split(".")[0] in ("FFMA", "FFMA2") for op in body)
     if fused > 6 * divisions:
         faults.append(f"{fused} FFMA with {divisions} divisions")
     if any(".FTZ" in op for op in body if op.startswith("F") and not op.startswith("F2I")):  # F2I divides integers
@@ -331,7 +348,7 @@ def nvidia(binary: Any, arch: str) -> tuple[int, int, int, int, list[str]]:
     return int(usage[1]), int(usage[2]) + int(usage[3]), sum(kinds.values()), slots(kinds, arch), faults
 
 
-def amd(binary: Any) -> tuple[int, int, int, int, list[str]]:
+def amd(binary: Any, rounds: list[int]) -> tuple[int, int, int, int, list[str]]:
     """Registers, bytes spilled, instructions, the same for want of a table of pipes, and what must not be there."""
     text = binary.asm["amdgcn"]
 
@@ -340,10 +357,14 @@ def amd(binary: Any) -> tuple[int, int, int, int, list[str]]:
         assert found is not None, name
         return int(found[1])
 
-    ops = Counter(re.findall(r"^\s+((?:v|s|ds|global|buffer|flat)_[a-z0-9_]+)", text, re.M))
-    fused = sum(n for op, n in ops.items() if re.match(r"v_(pk_)?(fma|fmac|mad|mac)_f", op))
-    divisions = sum(n for op, n in ops.items() if op.startswith("v_div_fixup_f32"))
-    faults = []
+    lines = text.splitlines()
+    found = ((at, re.match(r"\s+((?:v|s|ds|global|buffer|flat)_[a-z0-9_]+)", line)) for at, line in enumerate(lines))
+    labels = {line.split(":")[0]: at for at, line in enumerate(lines) if re.match(r"\.LBB\w+:", line)}
+    jumps = ((at, re.match(r"\s+s_c?branch\w*\s+(\.LBB\w+)", line)) for at, line in enumerate(lines))
+    loops = [(labels[to[1]], at) for at, to in jumps if to and labels[to[1]] < at]
+    ops, faults = repeated([(at, op[1]) for at, op in found if op], loops, rounds)
+    fused = len(re.findall(r"^\s+v_(?:pk_)?(?:fma|fmac|mad|mac)_f", text, re.M))
+    divisions = len(re.findall(r"^\s+v_div_fixup_f32", text, re.M))
     if fused > 6 * divisions:
         faults.append(f"{fused} fused with {divisions} divisions")
     if number(r"\.amdhsa_float_denorm_mode_32") != 3:
@@ -355,8 +376,14 @@ def amd(binary: Any) -> tuple[int, int, int, int, list[str]]:
 def row(case: str, numel: int, kernel: Any, given: dict[str, Any], arch: str) -> dict[str, Any]:
     target = TARGETS[arch]
     binary = compiled(kernel, given, target)
-    registers, spills, instructions, busy, faults = nvidia(binary, arch) if target.backend == "cuda" else amd(binary)
-    if "LANE" in given or "GROUPS" in given:
+    rounds = []
+    if kernel.fn.__name__ == "quantize_maps":
+        rounds = [-(-given["BLOCKS"] // given["SIZE"]), given["SPAN"] // given["GROUPS"]]
+    looked = nvidia(binary, arch, rounds) if target.backend == "cuda" else amd(binary, rounds)
+    registers, spills, instructions, busy, faults = looked
+    if kernel.fn.__name__ == "quantize_maps":
+        values = given["SPAN"] * given["group"]
+    elif "LANE" in given or "GROUPS" in given:
         values = given["GROUPS"] * given["n"]
     elif kernel.fn.__name__ == "means":
         values = given["SIZE"] * given["BLOCK"] ** (3 if given["DEEP"] else 2)
@@ -400,6 +427,7 @@ def main() -> int:
         with given.out.open() as file:
             table = {(r["case"], r["target"]): r for r in csv.DictReader(file)}
     for arch in given.targets:
+        gpu._one_pass = lambda _device, nvidia=TARGETS[arch].backend == "cuda": nvidia
         for case, numel, call in cases():
             for number, (kernel, values) in enumerate(recorded(call) if re.search(given.only, case) else ()):
                 name = case if number == 0 else f"{case} +{number}"

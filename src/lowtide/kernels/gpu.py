@@ -26,6 +26,8 @@ from .reference import channel_sizes, channel_step, group_bytes, groups_in_row, 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 1 << 14  # values of a group: more do not fit the registers of one program
 _TILE = 1024  # lanes of a program, of four values each
+_MAPS_TILE = 512  # the same where a program makes block means first, in two warps
+_MAPS_MOST = 1 << 14  # values whose means a program makes
 _SIZE = 1024  # values of a program that knows no groups
 _MANY = (1 << 31) - 1 - LARGEST  # what 32-bit numbers inside a row, and programs of a launch, can count
 _NO_ROOM = 1 << 50
@@ -136,12 +138,17 @@ def _sizes(numel: int, row: int, group: int, bits: int) -> tuple[int, int]:
 class _Groups:
     """Which groups a kernel is launched for: rows of any kind, or blocks by channels."""
 
-    def __init__(self, numel: int, row: int, group: int, bits: int, geometry: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, numel: int, row: int, group: int, bits: int, geometry: Sequence[int] | None = None, whole: bool = False
+    ) -> None:
+        """``whole`` says that nothing depends on rows, which are one if their groups have one length."""
         self.numel, self.bits = numel, bits
         self.channels, self.inner, self.step, self.one = 1, 1, 1, False
         if geometry is None:
             self.row, self.group = row, min(row, group)
             self.layout = int(row % self.group != 0)
+            if self.layout == 0 and numel <= _MANY and whole:
+                self.row, self.layout = numel, 3
         else:
             outer, self.channels, self.inner = geometry
             self.step = min(channel_step(self.inner, group), outer)
@@ -191,7 +198,7 @@ class _Groups:
 
     def markable(self) -> bool:
         """Whether every group begins on a byte of a mask, and its lanes are whole bytes of it."""
-        return self.layout == 0 and self.group == 4 * _tile(self.group)[1]
+        return self.layout in (0, 3) and self.group == 4 * _tile(self.group)[1]
 
 
 class _Means:
@@ -207,17 +214,29 @@ class _Means:
         return whole if even else 1
 
     def frame(self, unit: int) -> tuple[int, ...]:
-        return _frame(self.geometry, self.block, self.row, unit)
+        return _frame(self.geometry, self.block, self.row, unit, self.maps(unit))
+
+    def maps(self, unit: int) -> bool:
+        """Whether a place is found in a map, and then in a row of it."""
+        _, s1, s2, s3, _ = self.geometry
+        s3 = s3 // unit if self.flat else s3
+        return s1 == 1 and s3 > 1 and s2 * s3 * s3 < 1 << 32
 
 
 @lru_cache
-def _frame(geometry: tuple[int, ...], block: int, row: int, unit: int) -> tuple[int, ...]:
-    """Divisors that lead from a unit of a row to its block: see ``programs._mean_at``."""
+def _frame(geometry: tuple[int, ...], block: int, row: int, unit: int, maps: bool = False) -> tuple[int, ...]:
+    """Divisors that lead from a unit of a row to its block: see ``programs._mean_at``.
+
+    With ``maps`` a map is found first. Numbers in it are divided by its ``s3`` units of a row as the product with
+    ``ceil(2**32 / s3)`` over ``2**32``: too large by less than ``1 / s3``, as ``s2 * s3 * s3`` is less than ``2**32``.
+    """
     _, s1, s2, s3, inner = geometry
     _, b1, b2, b3, _ = low_shape(geometry, block)
     means = row // (s1 * s2 * s3 * inner) * (b1 * b2 * b3 * inner)
     s3, inner = (s3 // unit, 1) if inner == 1 else (s3, inner // unit)
-    return (means, *magic(inner), inner, *magic(s3), s3, *magic(s2), s2, *magic(s1), s1, b1, b2, b3)
+    lines = (*magic(s2 * s3), -s2 * s3, _word(-(-(1 << 32) // s3)), 0, -s3)
+    lines = lines if maps else (*magic(s3), s3, *magic(s2), s2)
+    return (means, *magic(inner), inner, *lines, *magic(s1), s1, b1, b2, b3)
 
 
 def _blocks_fit(numel: int, geometry: Sequence[int], block: int, row: int) -> bool:
@@ -257,12 +276,14 @@ def _quantize(
             x_ptr=_raw(x), codes_ptr=codes, side_ptr=side.view(torch.int32), mask_ptr=support if marked else None,
             low_ptr=None if means is None else means.low, levels_ptr=table, widths_ptr=widths, starts_ptr=starts,
             key_low=_word(key), key_high=_word(key >> 32), **numbers,
-            **_named(means.frame(unit) if means else groups.frame()),
+            **_named(means.frame(unit) if means else groups.frame()), grain=1 << (15 - groups.bits), four=4,
             KIND=KINDS[x.dtype], BITS=groups.bits, POSITIVE=positive, MASK=marked,
-            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout, ONE=groups.one,
+            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout,
+            ALL=groups.layout != 2 and numbers["count"] % tile == 0, ONE=groups.one,
             BLOCK=means.block if means else 0, FLAT=means is not None and means.flat,
-            DEEP=means is not None and means.deep, UNIT=unit, EVEN=n == 4 * lane, QUAD=n % 4 == 0, GROUPS=tile,
-            LANE=lane, num_warps=warps, **_OPTIONS,
+            DEEP=means is not None and means.deep,
+            MAPS=means is not None and means.maps(unit), UNIT=unit, EVEN=n == 4 * lane, QUAD=n % 4 == 0,
+            GROUPS=tile, LANE=lane, num_warps=warps, **_OPTIONS,
         )  # fmt: skip
     if support is not None and not marked:
         support.copy_(pack_band(x, 0.0, math.inf, False, True).view_as(support))
@@ -292,11 +313,13 @@ def _dequantize(
             low_ptr=None if means is None else means.low, levels_ptr=levels, widths_ptr=widths, starts_ptr=starts,
             scale_ptr=scale, shift_ptr=shift, other_ptr=other, mask_ptr=mask,
             key_low=_word(key or 0), key_high=_word((key or 0) >> 32), **numbers,
-            **_named(means.frame(unit) if means else groups.frame()),
+            **_named(means.frame(unit) if means else groups.frame()), grain=1 << (15 - groups.bits), four=4,
             KIND=KINDS[dtype], BITS=groups.bits, SUPPORT=support is not None, DITHER=key is not None,
-            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout, ONE=groups.one,
+            LEVELS=0 if levels is None else groups.bits, LAYOUT=groups.layout,
+            ALL=groups.layout != 2 and numbers["count"] % tile == 0, ONE=groups.one,
             BLOCK=means.block if means else 0, FLAT=means is not None and means.flat,
-            DEEP=means is not None and means.deep, UNIT=unit, AFFINE=affine is not None, OTHER=other is not None,
+            DEEP=means is not None and means.deep,
+            MAPS=means is not None and means.maps(unit), UNIT=unit, AFFINE=affine is not None, OTHER=other is not None,
             MASK=mask is not None, EVEN=n == 4 * lane, GROUPS=tile, LANE=lane, num_warps=warps, **_OPTIONS,
         )  # fmt: skip
     return out
@@ -328,7 +351,7 @@ def quantize_groups(
         found: tuple[Tensor, Tensor] = _refer("quantize_groups", x, row, group, bits, key, positive, levels, support)
         return found
     with _guard(x):
-        groups, sizes = _Groups(numel, row, group, bits), _sizes(numel, row, group, bits)
+        groups, sizes = _Groups(numel, row, group, bits, whole=True), _sizes(numel, row, group, bits)
         return _quantize(x, groups, sizes, key, positive, levels, support)
 
 
@@ -357,7 +380,7 @@ def dequantize_groups(
         found: Tensor = _refer("dequantize_groups", *given)
         return found
     with _guard(codes):
-        return _dequantize(codes, side, _Groups(numel, row, group, bits), dtype, support, levels, key)
+        return _dequantize(codes, side, _Groups(numel, row, group, bits, whole=True), dtype, support, levels, key)
 
 
 def quantize_blocks(
@@ -387,10 +410,73 @@ def quantize_blocks(
         found: tuple[Tensor, Tensor, Tensor] = _refer("quantize_blocks", *given)
         return found
     with _guard(x):
+        groups, sizes = _Groups(numel, row, group, bits, whole=True), _sizes(numel, row, group, bits)
+        span = _span(groups, geometry, block) if _one_pass(x.device) else 0
+        if span:
+            return _quantize_maps(x, groups, sizes, geometry, block, span, key, positive, levels, support)
         low = _means_of(x, geometry, block, torch.bfloat16, nan=False)
-        groups, sizes = _Groups(numel, row, group, bits), _sizes(numel, row, group, bits)
-        means = _Means(low, geometry, block, row)
+        means = _Means(low, geometry, block, groups.row)
         return low, *_quantize(x, groups, sizes, key, positive, levels, support, means)
+
+
+def _one_pass(device: torch.device) -> bool:
+    """Whether threads of a program see after a barrier what others wrote to global memory before it.
+
+    PTX says so. On ROCm Triton's barrier waits for shared memory alone, and of XPU nothing is known.
+    """
+    return device.type != "xpu" and torch.version.hip is None
+
+
+def _span(groups: _Groups, geometry: Sequence[int], block: int) -> int:
+    """Groups that are whole maps, of which a program makes the means and the codes; 0 if that would not pay.
+
+    The fewest that are six tiles or more, and at most ``_MAPS_MOST`` values: those of all programs at work must stay
+    in a cache.
+    """
+    _, s1, s2, s3, inner = geometry
+    lane = _tile(groups.group)[1]
+    if groups.layout != 3 or groups.group != 4 * lane or lane > _MAPS_TILE or s1 * inner != 1 or block > 8:
+        return 0
+    if s3 == math.gcd(8, s3) or s2 * s3 * s3 >= 1 << 32:  # see ``_Means.maps``
+        return 0
+    least = math.lcm(s2 * s3, groups.group) // groups.group
+    tile = _MAPS_TILE // lane
+    span = min(-(-6 * tile // least) * least, groups.numel // groups.group)
+    return span if span * groups.group <= _MAPS_MOST else 0
+
+
+def _quantize_maps(
+    x: Tensor,
+    groups: _Groups,
+    sizes: tuple[int, int],
+    geometry: Sequence[int],
+    block: int,
+    span: int,
+    key: int,
+    positive: bool,
+    levels: Tensor | None,
+    support: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass, as far as the second reading of a span comes from a cache."""
+    codes = torch.empty(sizes[1], dtype=torch.uint8, device=x.device)
+    side = torch.empty(2 * sizes[0], dtype=torch.int16, device=x.device)
+    vector, numbers = _block_numbers(x, geometry, block)
+    low = torch.empty(numbers["blocks"], dtype=torch.bfloat16, device=x.device)
+    means, lane = _Means(low, geometry, block, groups.row), _tile(groups.group)[1]
+    unit, tile = means.unit(groups.group, True), _MAPS_TILE // lane
+    rest = span % tile
+    programs.quantize_maps[(-(-sizes[0] // span),)](
+        x_ptr=_raw(x), codes_ptr=codes, side_ptr=side.view(torch.int32), mask_ptr=support, low_ptr=means.low,
+        levels_ptr=_table(levels), count=sizes[0], group=groups.group,
+        full_bytes=group_bytes(groups.group, groups.bits), key_low=_word(key), key_high=_word(key >> 32),
+        grain=1 << (15 - groups.bits), four=4, **_named(means.frame(unit)), **numbers,
+        KIND=KINDS[x.dtype], BITS=groups.bits, POSITIVE=positive, MASK=support is not None,
+        LEVELS=0 if levels is None else groups.bits, BLOCK=block, UNIT=unit, VECTOR=vector, GROUPS=tile, LANE=lane,
+        SPAN=span, REST=1 << (rest - 1).bit_length() if rest else 0,
+        BLOCKS=span * groups.group // (geometry[2] * geometry[3]) * math.prod(low_shape(geometry, block)[2:4]), SIZE=64,
+        num_warps=2, **_OPTIONS,
+    )  # fmt: skip
+    return low, codes, side
 
 
 def dequantize_blocks(
@@ -423,7 +509,8 @@ def dequantize_blocks(
         found: Tensor = _refer("dequantize_blocks", *given)
         return found
     with _guard(codes):
-        groups, means = _Groups(numel, row, group, bits), _Means(low, geometry, block, row)
+        groups = _Groups(numel, row, group, bits, whole=True)
+        means = _Means(low, geometry, block, groups.row)
         return _dequantize(codes, side, groups, dtype, support, levels, key, means)
 
 
@@ -656,19 +743,25 @@ def uncast_groups(values: Tensor, scale: Tensor, row: int, group: int, dtype: to
         return out
 
 
-def _means_of(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype, nan: bool) -> Tensor:
+def _block_numbers(x: Tensor, geometry: Sequence[int], block: int) -> tuple[int, dict[str, int]]:
+    """How many values of a row are read at once, and numbers that say where blocks are: see ``programs._mean_of``."""
     _, s1, s2, s3, inner = geometry
     shape = low_shape(geometry, block)
-    low = torch.empty(math.prod(shape), dtype=dtype, device=x.device)
     unit = math.gcd(s3, block, 16 // x.element_size()) if s1 == inner == 1 and block <= 8 else 1
-    numbers = {"blocks": low.numel(), "inner": inner, "units": s3 // unit}
+    numbers = {"blocks": math.prod(shape), "inner": inner, "units": s3 // unit}
     numbers["m_inner"], numbers["h_inner"] = magic(inner)
     for i, (size, count) in enumerate(zip((s1, s2, s3), shape[1:4], strict=True), 1):
         numbers |= {f"s{i}": size, f"b{i}": count}
         numbers[f"m{i}"], numbers[f"h{i}"] = magic(count)
+    return unit, numbers
+
+
+def _means_of(x: Tensor, geometry: Sequence[int], block: int, dtype: torch.dtype, nan: bool) -> Tensor:
+    unit, numbers = _block_numbers(x, geometry, block)
+    low = torch.empty(numbers["blocks"], dtype=dtype, device=x.device)
     programs.means[(-(-low.numel() // 128),)](
-        _raw(x), _raw(low), **numbers, KIND=KINDS[x.dtype], OUT=KINDS[dtype], NAN=nan, BLOCK=block, DEEP=s1 != 1,
-        UNIT=unit, SIZE=128, **_OPTIONS,
+        _raw(x), _raw(low), **numbers, KIND=KINDS[x.dtype], OUT=KINDS[dtype], NAN=nan, BLOCK=block,
+        DEEP=geometry[1] != 1, UNIT=unit, SIZE=128, **_OPTIONS,
     )  # fmt: skip
     return low
 

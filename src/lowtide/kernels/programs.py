@@ -1,13 +1,12 @@
 """The kernels for GPUs, in Triton: the bytes of ``reference``. ``gpu`` launches them.
 
 What makes the bytes the same on every device
-    Integers alone decide directed rounding, random numbers, codes, and the rounding to bfloat16 and to 8-bit floats.
-    Ranges are the least and the greatest of four strips as floats, of which NaN makes NaN, then of integers that sort
-    as floats do: NaN of either sign lies beyond an infinity, and which zero is the smaller does not matter.
-    Floats meet six operations else, which IEEE 754 rounds correctly: ``+``, ``-``, ``*``, ``div_rn``, a comparison and
-    the conversion to float16. No sum of floats is a ``tl.sum``: order is part of the format. Products and sums must
-    not be fused, so every launch says ``enable_fp_fusion=False``; ``benchmarks/gpu_aot.py`` looks for it in machine
-    code.
+    Integers alone decide directed rounding, random numbers, codes and the rounding to 8-bit floats.
+    Floats meet operations alone that IEEE 754 rounds correctly: ``+``, ``-``, ``*``, ``div_rn``, comparisons and the
+    conversion to the nearest 16-bit value. No sum of floats is a ``tl.sum``: order is part of the format. Products and
+    sums must not be fused, so every launch says ``enable_fp_fusion=False``; ``benchmarks/gpu_aot.py`` looks for it in
+    machine code. Ranges are taken by ``minimum``, which leaves NaN out, and by ``maximum``, which passes it on; which
+    zero is the smaller does not matter. What is decoded to NaN may be another NaN on another device.
 
 How a group is held
     Its ``n`` values are four strips of ``lane = ceil(n / 4)``, because one hash serves four values that lie ``lane``
@@ -19,6 +18,11 @@ What neighbours share
     Work by value is what a kernel costs. So places among blocks and channels are found for units of up to eight
     neighbours that share them (UNIT), bits of masks are read as whole bytes, and no division is by a number that is
     not known: ``_over`` multiplies.
+
+What an SM has most of
+    It takes half as many integer operations, comparisons and selections in a clock as it issues, and as many products
+    and sums beside them. So shifts of fields whose place is fixed are products with numbers that the compiler does not
+    know (``grain``, ``four``), and values that set no range are moved to the infinities by sums.
 
 Values ``raw`` of bfloat16 are passed as 16-bit integers. Names in capitals are compiled in.
 """
@@ -36,7 +40,7 @@ tl: Any = import_module("triton.language")
 
 # Numbers for which no program of its own is made: keys change with each call, and a size of 1 is no constant here.
 FRAME = [f"f{i}" for i in range(16)]
-GENERAL = ["key_low", "key_high", "byte0", "m_per", "h_per", *FRAME]
+GENERAL = ["key_low", "key_high", "byte0", "m_per", "h_per", "grain", "four", *FRAME]
 MAGIC = [first + last for first in ("", "m_", "h_", "M_", "H_") for last in ("inner", "channels")]
 BLOCKS = [f"{a}{b}" for a in "sbmh" for b in "123"]
 SIZES = [*BLOCKS, "inner", "m_inner", "h_inner", "blocks", "units"]
@@ -63,6 +67,12 @@ def _bits(x):
 
 
 @triton.jit
+def _infinite(x):
+    """Or NaN."""
+    return ~(tl.abs(x) < float("inf"))
+
+
+@triton.jit
 def _order(x):
     """An integer that sorts as the float does; NaN lies beyond the infinities, -0.0 just below 0.0."""
     b = x.to(tl.int32, bitcast=True)
@@ -85,17 +95,10 @@ def _widen(raw, KIND: tl.constexpr):
 
 
 @triton.jit
-def _nearest(x):
-    """The bits of the nearest bfloat16, ties to even; any NaN is 0x7FC0."""
-    b = _bits(x)
-    word = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
-    return tl.where(x != x, 0x7FC0, word)
-
-
-@triton.jit
 def _narrow(x, KIND: tl.constexpr):
+    """The nearest value of the type, ties to even. NaN is whatever NaN the device makes of it."""
     if KIND == 1:
-        y = _nearest(x).to(tl.uint16).to(tl.int16, bitcast=True)
+        y = x.to(tl.bfloat16).to(tl.int16, bitcast=True)
     elif KIND == 2:  # finite values beyond float16 become its largest
         infinite = (_bits(x) & 0x7FFFFFFF) == 0x7F800000
         near = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
@@ -118,11 +121,22 @@ def _over(n, magic, shift):
 
 
 @triton.jit
-def _place(per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0,
-           LAYOUT: tl.constexpr, GROUPS: tl.constexpr, count):  # fmt: skip
+def _numbers(count, ALL: tl.constexpr, GROUPS: tl.constexpr):
+    """The groups of a program, and whether they exist; ALL says that programs have whole numbers of groups."""
+    o = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    live = o < count
+    if ALL:
+        live = tl.full((GROUPS,), 1, tl.int1)
+    return o, live
+
+
+@triton.jit
+def _place(o, live, per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0,
+           LAYOUT: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
     """Of each group here: does it exist, number, row (or channel), first value, the same in its row, first byte.
 
-    LAYOUT 0 has rows without a short group, 1 rows of any kind, 2 blocks of ``step`` outer indices by channels.
+    LAYOUT 0 has rows without a short group, 1 rows of any kind, 2 blocks of ``step`` outer indices by channels, and 3
+    one row without a short group.
     """
     if LAYOUT == 2:
         block = tl.program_id(0) + first
@@ -134,12 +148,14 @@ def _place(per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes,
         byte = byte0 + ((block - first).to(tl.int64) * channels + r) * full_bytes
         within = r
     else:
-        o = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-        live = o < count
-        r = _over(o.to(tl.uint32), m_per, h_per).to(tl.int32)
-        g = o - r * per + first
+        if LAYOUT == 3:
+            r = tl.zeros((GROUPS,), tl.int32)
+            g = o
+        else:
+            r = _over(o.to(tl.uint32), m_per, h_per).to(tl.int32)
+            g = o - r * per + first
         within = g * group
-        if LAYOUT == 0:
+        if LAYOUT == 0 or LAYOUT == 3:
             number = o
             value = o.to(tl.int64) * group
             byte = o.to(tl.int64) * full_bytes
@@ -165,12 +181,13 @@ def _ahead(e, hop, inner, frame, LAYOUT: tl.constexpr, ONE: tl.constexpr):
 
 
 @triton.jit
-def _mean_at(at, inside, low_ptr, start, frame, KIND: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr,
-             DEEP: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
-    """The means of the blocks in which the UNIT values of unit ``at`` of a row lie, side by side.
+def _mean_at(at, inside, low, frame, KIND: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr,
+             DEEP: tl.constexpr, MAPS: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+    """The means of the blocks in which the UNIT values of unit ``at`` of a row lie, side by side. ``low`` points to
+    those of the row.
 
-    FLAT says that inner is 1, DEEP that s1 is not. A unit lies in one block, or in UNIT of them that are neighbours;
-    the frame counts in units.
+    FLAT says that inner is 1, DEEP that s1 is not; MAPS is for maps of few values, see ``gpu._frame``. A unit lies in
+    one block, or in UNIT of them that are neighbours; the frame counts in units.
     """
     at = at.to(tl.uint32)
     inner = frame[3].to(tl.uint32)
@@ -180,10 +197,16 @@ def _mean_at(at, inside, low_ptr, start, frame, KIND: tl.constexpr, BLOCK: tl.co
     else:
         t = _over(at, frame[1], frame[2])
         i = at - t * inner
-    line = _over(t, frame[4], frame[5])
-    c3 = t - line * frame[6].to(tl.uint32)
-    o = _over(line, frame[7], frame[8])
-    c2 = line - o * frame[9].to(tl.uint32)
+    if MAPS:  # a map, and its row without a shift, for numbers in a map are small
+        o = tl.umulhi(t, frame[4].to(tl.uint32)) >> frame[5].to(tl.uint32)
+        c3 = t + o * frame[6].to(tl.uint32)
+        c2 = tl.umulhi(c3, frame[7].to(tl.uint32))
+        c3 = c3 + c2 * frame[9].to(tl.uint32)
+    else:
+        line = _over(t, frame[4], frame[5])
+        c3 = t - line * frame[6].to(tl.uint32)
+        o = _over(line, frame[7], frame[8])
+        c2 = line - o * frame[9].to(tl.uint32)
     if DEEP:
         plane = _over(o, frame[10], frame[11])
         c1 = o - plane * frame[12].to(tl.uint32)
@@ -193,19 +216,19 @@ def _mean_at(at, inside, low_ptr, start, frame, KIND: tl.constexpr, BLOCK: tl.co
     else:
         c3 = c3 // BLOCK
     index = (o * frame[14].to(tl.uint32) + c2 // BLOCK) * frame[15].to(tl.uint32) + c3
+    if not FLAT:
+        index = index * inner + i
+    low += (index * (1 if FLAT else UNIT)).to(tl.int32)
     if UNIT == 1:
-        if not FLAT:
-            index = index * inner + i
-        mean = _widen(tl.load(low_ptr + (start + index.to(tl.int64)), mask=inside, other=0), KIND)
+        mean = _widen(tl.load(low, mask=inside, other=0), KIND)
     else:
         G: tl.constexpr = at.shape[0]
         U: tl.constexpr = at.shape[1]
         if FLAT:
-            mean = _widen(tl.load(low_ptr + (start + index.to(tl.int64)), mask=inside, other=0), KIND)
-            mean = tl.broadcast_to(mean[:, :, None], (G, U, UNIT))
+            mean = tl.broadcast_to(_widen(tl.load(low, mask=inside, other=0), KIND)[:, :, None], (G, U, UNIT))
         else:
-            index = (start + (index * inner + i).to(tl.int64) * UNIT)[:, :, None] + tl.arange(0, UNIT)[None, None, :]
-            mean = _widen(tl.load(low_ptr + index, mask=inside[:, :, None], other=0), KIND)
+            low = low[:, :, None] + tl.arange(0, UNIT)[None, None, :]
+            mean = _widen(tl.load(low, mask=inside[:, :, None], other=0), KIND)
         mean = tl.reshape(mean, (G, U * UNIT))
     return mean
 
@@ -230,12 +253,14 @@ def _bits_of(bytes_ptr, first, live, GROUPS: tl.constexpr, LANE: tl.constexpr):
 
 
 @triton.jit
-def _fit(first, last, top):
-    """Side word, low, inverse, coded?, and the first code of a group of one value."""
-    none = first > last
-    first, last = tl.where(none, 0, first), tl.where(none, 0, last)
-    finite = (last < 0x7F800000) & (first >= -0x7F800000)
-    low, high = _value(first), _value(last)
+def _fit(least, most, top):
+    """Side word, low, inverse, coded?, and the first code of a group of one value.
+
+    Where no value sets the range, the least is NaN or infinite and the greatest -Inf; otherwise that is NaN if one is.
+    """
+    none = ~(least <= most) & (most == most)
+    low, high = tl.where(none, 0.0, least) + 0.0, tl.where(none, 0.0, most) + 0.0  # -0.0 becomes 0.0
+    finite = (low > float("-inf")) & (high < float("inf"))
     exact = _bits(low)
     away = (exact >> 31) & ((exact & 0xFFFF) != 0).to(tl.uint32)
     low_word = (exact >> 16) + away
@@ -262,9 +287,12 @@ def _hash(number, key_low, key_high):
 
 
 @triton.jit
-def _threshold(word, byte, base, bits):
-    """``2**bits + u``: eight bits of the word of four values, above the dither of the group."""
-    return _float((((word >> byte) & 0xFF) << (15 - bits)) | base[:, None])
+def _threshold(word, byte, base, grain):
+    """``2**bits + u``: eight bits of the word of four values, above the dither of the group.
+
+    ``grain`` is ``2**(15 - bits)``: a product with a number that the compiler does not know spares the integer pipe.
+    """
+    return _float(((word >> byte) & 0xFF) * grain + base[:, None])
 
 
 @triton.jit
@@ -282,16 +310,19 @@ def _between(s, levels_ptr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _code(x, threshold, low, inverse, bits, levels_ptr, LEVELS: tl.constexpr):
+def _coded(x, threshold, low, inverse, levels_ptr, LEVELS: tl.constexpr):
+    """Bits of a float whose mantissa begins with the code."""
     s = (x - low[:, None]) * inverse[:, None]
     if LEVELS > 0:
         s = _between(s, levels_ptr, LEVELS)
-    return (_bits(s + threshold) >> (23 - bits)) & ((1 << bits) - 1)
+    return _bits(s + threshold)
 
 
 @triton.jit
-def _lower(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def _stack(c0, c1, c2, c3, four, shift, W: tl.constexpr):
+    """W bits from ``shift`` on of each of four, two bits apart. ``four`` is 4: see ``_threshold``."""
+    mask = ((1 << W) - 1) << shift
+    return ((((c3 & mask) * four + (c2 & mask)) * four + (c1 & mask)) * four + (c0 & mask)) >> shift
 
 
 @triton.jit
@@ -300,17 +331,24 @@ def _upper(a, b):
 
 
 @triton.jit
-def _strip(x_ptr, low_ptr, value, start, within, e, u, inside, units, frame, hop, inner, KIND: tl.constexpr,
-           LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr,
-           UNIT: tl.constexpr):  # fmt: skip
+def _wider(low, high, least, most):
+    return tl.minimum(low, least), _upper(high, most)
+
+
+@triton.jit
+def _strip(x_ptr, means_at, value, within, e, u, inside, units, frame, hop, inner, KIND: tl.constexpr,
+           POSITIVE: tl.constexpr, LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr,
+           DEEP: tl.constexpr, MAPS: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """Values ``e`` of each group as they are coded, and which of the tensor's own are above zero or NaN."""
     at = value[:, None] + _ahead(e, hop, inner, frame, LAYOUT, ONE)[None, :]
     x = _widen(tl.load(x_ptr + at, mask=inside, other=0), KIND)
     keep = ~(x <= 0.0)
     if BLOCK > 0:
-        at = (within // UNIT)[:, None] + u[None, :]
-        mean = _mean_at(at, units, low_ptr, start[:, None], frame, 1, BLOCK, FLAT, DEEP, UNIT)
-        x = x - tl.where((_bits(mean) & 0x7F800000) == 0x7F800000, float("inf"), mean)
+        at = (within.to(tl.uint32) // UNIT)[:, None] + u.to(tl.uint32)[None, :]
+        mean = _mean_at(at, units, means_at, frame, 1, BLOCK, FLAT, DEEP, MAPS, UNIT)
+        if POSITIVE:  # what sets no range must not spoil it; otherwise the group is NaN all the same
+            mean = tl.where(_infinite(mean), float("inf"), mean)
+        x = x - mean
     return x, keep
 
 
@@ -323,25 +361,20 @@ def _here(e, live, n, lane, j, EVEN: tl.constexpr):
     return inside
 
 
-@triton.jit(do_not_specialize=GENERAL)
-def quantize(
-    x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr,
-    count, per, m_per, h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
-    channels, inner, step, byte0,
-    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15,
+@triton.jit
+def _encode(
+    o, live, x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr,
+    per, m_per, h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
+    channels, inner, step, byte0, grain, four, frame,
     KIND: tl.constexpr, BITS: tl.constexpr, POSITIVE: tl.constexpr, MASK: tl.constexpr, LEVELS: tl.constexpr,
     LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, QUAD: tl.constexpr, GROUPS: tl.constexpr, LANE: tl.constexpr,
+    MAPS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, QUAD: tl.constexpr, GROUPS: tl.constexpr,
+    LANE: tl.constexpr,
 ):  # fmt: skip
-    """Codes and side words of GROUPS groups of ``n`` values; BITS 0 takes the bits of each row from memory.
-
-    EVEN says that ``n`` is ``4 * LANE``, QUAD that four divides it. BLOCK 0 codes values, otherwise their difference to
-    means.
-    """
-    frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
+    """Codes and side words of the groups ``o``. ``quantize`` has the arguments."""
     live, number, r, value, within, byte = _place(
-        per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0, LAYOUT,
-        GROUPS, count,
+        o, live, per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0,
+        LAYOUT, GROUPS,
     )  # fmt: skip
     if BITS == 0:
         widths = tl.load(widths_ptr + r, mask=live, other=1).to(tl.uint32)
@@ -354,10 +387,16 @@ def quantize(
         widths = BITS
         bits = BITS
         top = tl.full((GROUPS,), (1 << BITS) - 1, tl.float32)
+    if BITS == 0:
+        unit = (1 << (15 - widths))[:, None]
+    else:
+        unit = grain.to(tl.uint32)
     lane = (n + 3) // 4
     if EVEN:
         lane = LANE
-    start = r.to(tl.int64) * f0
+    means_at = low_ptr
+    if BLOCK > 0 and LAYOUT != 3:
+        means_at = low_ptr + (r.to(tl.int64) * frame[0])[:, None]
     hop = channels * inner
     j = tl.arange(0, LANE)
     e0, e1, e2, e3 = j, lane + j, 2 * lane + j, 3 * lane + j
@@ -370,27 +409,22 @@ def quantize(
         un0 = tl.broadcast_to(live[:, None], (GROUPS, LANE // UNIT))
         un1, un2, un3 = un0, un0, un0
     x0, k0 = _strip(
-        x_ptr, low_ptr, value, start, within, e0, u0, in0, un0, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT,
-        DEEP, UNIT,
+        x_ptr, means_at, value, within, e0, u0, in0, un0, frame, hop, inner, KIND, POSITIVE, LAYOUT, ONE, BLOCK,
+        FLAT, DEEP, MAPS, UNIT,
     )  # fmt: skip
     x1, k1 = _strip(
-        x_ptr, low_ptr, value, start, within, e1, u1, in1, un1, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT,
-        DEEP, UNIT,
+        x_ptr, means_at, value, within, e1, u1, in1, un1, frame, hop, inner, KIND, POSITIVE, LAYOUT, ONE, BLOCK,
+        FLAT, DEEP, MAPS, UNIT,
     )  # fmt: skip
     x2, k2 = _strip(
-        x_ptr, low_ptr, value, start, within, e2, u2, in2, un2, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT,
-        DEEP, UNIT,
+        x_ptr, means_at, value, within, e2, u2, in2, un2, frame, hop, inner, KIND, POSITIVE, LAYOUT, ONE, BLOCK,
+        FLAT, DEEP, MAPS, UNIT,
     )  # fmt: skip
     x3, k3 = _strip(
-        x_ptr, low_ptr, value, start, within, e3, u3, in3, un3, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK, FLAT,
-        DEEP, UNIT,
+        x_ptr, means_at, value, within, e3, u3, in3, un3, frame, hop, inner, KIND, POSITIVE, LAYOUT, ONE, BLOCK,
+        FLAT, DEEP, MAPS, UNIT,
     )  # fmt: skip
-    if MASK:  # lanes are a multiple of eight, and every group begins on a byte of the mask
-        _mark(mask_ptr, value, 0, lane, k0, live, GROUPS, LANE)
-        _mark(mask_ptr, value, 1, lane, k1, live, GROUPS, LANE)
-        _mark(mask_ptr, value, 2, lane, k2, live, GROUPS, LANE)
-        _mark(mask_ptr, value, 3, lane, k3, live, GROUPS, LANE)
-    a0, a1, a2, a3, b0, b1, b2, b3 = x0, x1, x2, x3, x0, x1, x2, x3
+    least, most = tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3)), _upper(_upper(x0, x1), _upper(x2, x3))
     if POSITIVE or not EVEN:
         if not POSITIVE:
             r0, r1, r2, r3 = in0, in1, in2, in3
@@ -398,25 +432,34 @@ def quantize(
             r0, r1, r2, r3 = k0, k1, k2, k3
         else:
             r0, r1, r2, r3 = in0 & k0, in1 & k1, in2 & k2, in3 & k3
-        up, down = float("inf"), float("-inf")
-        a0, a1, a2, a3 = tl.where(r0, x0, up), tl.where(r1, x1, up), tl.where(r2, x2, up), tl.where(r3, x3, up)
-        b0, b1, b2, b3 = tl.where(r0, x0, down), tl.where(r1, x1, down), tl.where(r2, x2, down), tl.where(r3, x3, down)
-    least, most = _lower(_lower(a0, a1), _lower(a2, a3)), _upper(_upper(b0, b1), _upper(b2, b3))
-    side, low, inverse, coded, only = _fit(tl.min(_order(least), 1), tl.max(_order(most), 1), top)
+        # What sets no range goes to either infinity. -Inf becomes NaN on the way up, which the least leaves out.
+        p0, p1 = tl.where(r0, 0.0, float("inf")), tl.where(r1, 0.0, float("inf"))
+        p2, p3 = tl.where(r2, 0.0, float("inf")), tl.where(r3, 0.0, float("inf"))
+        least = tl.minimum(tl.minimum(x0 + p0, x1 + p1), tl.minimum(x2 + p2, x3 + p3))
+        most = _upper(_upper(x0 - p0, x1 - p1), _upper(x2 - p2, x3 - p3))
+        if MASK:  # lanes are a multiple of eight, and every group begins on a byte of the mask
+            _mark(mask_ptr, value, 0, p0, live, GROUPS, LANE)
+            _mark(mask_ptr, value, 1, p1, live, GROUPS, LANE)
+            _mark(mask_ptr, value, 2, p2, live, GROUPS, LANE)
+            _mark(mask_ptr, value, 3, p3, live, GROUPS, LANE)
+    least, most = tl.reduce((least, most), 1, _wider)
+    side, low, inverse, coded, only = _fit(least, most, top)
     tl.store(side_ptr + number, side, mask=live)
 
     h = _hash(number, key_low, key_high)
     base = ((127 + widths) << 23) | (_mix(h ^ 0x5BD1E995) >> (17 + widths))
     word = _mix(h[:, None] + j.to(tl.uint32)[None, :] * 0x9E3779B9)
-    every = tl.where(coded, 0xFF, 0).to(tl.uint32)[:, None]  # of the first strip here, of others where they are packed
-    c0 = _code(x0, _threshold(word, 0, base, bits), low, inverse, bits, levels_ptr, LEVELS) & every
-    c1 = _code(x1, _threshold(word, 8, base, bits), low, inverse, bits, levels_ptr, LEVELS)
-    c2 = _code(x2, _threshold(word, 16, base, bits), low, inverse, bits, levels_ptr, LEVELS)
-    c3 = _code(x3, _threshold(word, 24, base, bits), low, inverse, bits, levels_ptr, LEVELS)
+    c0 = _coded(x0, _threshold(word, 0, base, unit), low, inverse, levels_ptr, LEVELS)
+    c1 = _coded(x1, _threshold(word, 8, base, unit), low, inverse, levels_ptr, LEVELS)
+    c2 = _coded(x2, _threshold(word, 16, base, unit), low, inverse, levels_ptr, LEVELS)
+    c3 = _coded(x3, _threshold(word, 24, base, unit), low, inverse, levels_ptr, LEVELS)
+    shift = 23 - bits
     if not EVEN:
         c0, c1 = tl.where(in0, c0, 0), tl.where(in1, c1, 0)
         c2, c3 = tl.where(in2, c2, 0), tl.where(in3, c3, 0)
-    c0 = c0 | tl.where(j[None, :] == 0, only[:, None], 0)
+    four = four.to(tl.uint32)
+    every = tl.where(coded, 0xFF, 0).to(tl.uint32)[:, None]
+    one = tl.where(j[None, :] == 0, only[:, None], 0)  # in the first plane
 
     at = codes_ptr + byte[:, None]
     rows = live[:, None] & (j < lane)[None, :]
@@ -424,43 +467,105 @@ def quantize(
         rows = tl.broadcast_to(live[:, None], (GROUPS, LANE))
     if BITS == 0 or BITS == 8:
         has = (bits & 8) != 0
-        tl.store(at + e0[None, :], c0.to(tl.uint8), mask=in0 & has)
-        tl.store(at + e1[None, :], (c1 & every).to(tl.uint8), mask=in1 & has)
-        tl.store(at + e2[None, :], (c2 & every).to(tl.uint8), mask=in2 & has)
-        tl.store(at + e3[None, :], (c3 & every).to(tl.uint8), mask=in3 & has)
+        tl.store(at + e0[None, :], (((c0 >> shift) & every) | one).to(tl.uint8), mask=in0 & has)
+        tl.store(at + e1[None, :], ((c1 >> shift) & every).to(tl.uint8), mask=in1 & has)
+        tl.store(at + e2[None, :], ((c2 >> shift) & every).to(tl.uint8), mask=in2 & has)
+        tl.store(at + e3[None, :], ((c3 >> shift) & every).to(tl.uint8), mask=in3 & has)
     if BITS == 0 or (BITS & 4) != 0:  # the first plane, for no width has 8 bits and 4
         has = (bits & 4) != 0
         if QUAD:
-            tl.store(at + j[None, :], ((c0 & 15) | (((c2 & 15) << 4) & every)).to(tl.uint8), mask=rows & has)
-            tl.store(at + lane + j[None, :], (((c1 & 15) | ((c3 & 15) << 4)) & every).to(tl.uint8), mask=rows & has)
+            mask = 15 << shift
+            left = (((c2 & mask) * (four * four) + (c0 & mask)) >> shift) & every
+            right = (((c3 & mask) * (four * four) + (c1 & mask)) >> shift) & every
+            tl.store(at + j[None, :], (left | one).to(tl.uint8), mask=rows & has)
+            tl.store(at + lane + j[None, :], right.to(tl.uint8), mask=rows & has)
         else:
-            _gather(at, x_ptr, low_ptr, levels_ptr, value, start, within, live, n, lane, frame, hop, inner, h, base,
-            low,
-                    inverse, coded, only, widths, 0, 4, BITS, 2 * LANE, KIND, LEVELS, LAYOUT, ONE, BLOCK, FLAT,
-                    DEEP)  # fmt: skip
+            _gather(at, x_ptr, means_at, levels_ptr, value, within, live, n, lane, frame, hop, inner, h, base,
+                    low, inverse, coded, only, widths, unit, 0, 4, BITS, 2 * LANE, KIND, POSITIVE, LEVELS, LAYOUT,
+                    ONE, BLOCK, FLAT, DEEP, MAPS)  # fmt: skip
     if BITS == 0 or (BITS & 2) != 0:
         has = (bits & 2) != 0
-        down = bits & 4
         plane = ((n + 1) // 2) * ((bits & 4) // 4)
-        packed = (((c1 >> down) & 3) << 2) | (((c2 >> down) & 3) << 4) | (((c3 >> down) & 3) << 6)
-        packed = ((c0 >> down) & 3) | (packed & every)
+        packed = _stack(c0, c1, c2, c3, four, shift + (bits & 4), 2) & every
+        if BITS == 0 or (BITS & 4) == 0:
+            packed = packed | tl.where((bits & 4) == 0, one, 0)
         tl.store(at + plane + j[None, :], packed.to(tl.uint8), mask=rows & has)
     if BITS == 0 or (BITS & 1) != 0:
         has = (bits & 1) != 0
-        down = bits & 6
         if EVEN:
             plane = (LANE * 2) * ((bits & 4) // 4) + LANE * ((bits & 2) // 2)
-            packed = (((c1 >> down) & 1) << 2) | (((c2 >> down) & 1) << 4) | (((c3 >> down) & 1) << 6)
-            packed = ((c0 >> down) & 1) | (packed & every)
+            packed = _stack(c0, c1, c2, c3, four, shift + (bits & 6), 1) & every
+            if BITS <= 1:
+                packed = packed | tl.where((bits & 6) == 0, one, 0)
             halves = tl.permute(tl.reshape(packed, (GROUPS, 2, LANE // 2)), (0, 2, 1))
             left, right = tl.split(halves)
             i = tl.arange(0, LANE // 2)
             tl.store(at + plane + i[None, :], (left | (right << 1)).to(tl.uint8), mask=live[:, None] & has)
         else:
-            _gather(at, x_ptr, low_ptr, levels_ptr, value, start, within, live, n, lane, frame, hop, inner, h, base,
-            low,
-                    inverse, coded, only, widths, 6, 1, BITS, LANE // 2, KIND, LEVELS, LAYOUT, ONE, BLOCK, FLAT,
-                    DEEP)  # fmt: skip
+            _gather(at, x_ptr, means_at, levels_ptr, value, within, live, n, lane, frame, hop, inner, h, base,
+                    low, inverse, coded, only, widths, unit, 6, 1, BITS, LANE // 2, KIND, POSITIVE, LEVELS, LAYOUT,
+                    ONE, BLOCK, FLAT, DEEP, MAPS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GENERAL)
+def quantize(
+    x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr,
+    count, per, m_per, h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
+    channels, inner, step, byte0, grain, four,
+    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIVE: tl.constexpr, MASK: tl.constexpr, LEVELS: tl.constexpr,
+    LAYOUT: tl.constexpr, ALL: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr,
+    DEEP: tl.constexpr, MAPS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, QUAD: tl.constexpr,
+    GROUPS: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """Codes and side words of GROUPS groups of ``n`` values; BITS 0 takes the bits of each row from memory.
+
+    EVEN says that ``n`` is ``4 * LANE``, QUAD that four divides it. BLOCK 0 codes values, otherwise their difference to
+    means.
+    """
+    frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
+    o, live = _numbers(count, ALL, GROUPS)
+    _encode(o, live, x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr, per, m_per,
+            h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high, channels, inner, step,
+            byte0, grain, four, frame, KIND, BITS, POSITIVE, MASK, LEVELS, LAYOUT, ONE, BLOCK, FLAT, DEEP, MAPS, UNIT,
+            EVEN, QUAD, GROUPS, LANE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*GENERAL, *SIZES])
+def quantize_maps(
+    x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, count, group, full_bytes, key_low, key_high, grain, four,
+    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15,
+    blocks, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner, units,
+    KIND: tl.constexpr, BITS: tl.constexpr, POSITIVE: tl.constexpr, MASK: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr, GROUPS: tl.constexpr, LANE: tl.constexpr,
+    SPAN: tl.constexpr, REST: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """``means`` and then ``quantize``, of SPAN groups that are whole maps with BLOCKS blocks.
+
+    GROUPS of them are coded at once, and then REST. The second time values come from a cache. Groups beyond the span
+    are its last again, with the same bytes.
+    """
+    frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
+    pid = tl.program_id(0)
+    for i in range(0, BLOCKS, SIZE):
+        k = i + tl.arange(0, SIZE)
+        at = pid * BLOCKS + k
+        _mean_of(x_ptr, low_ptr, at, (k < BLOCKS) & (at < blocks), s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3,
+                 inner, m_inner, h_inner, units, KIND, 1, False, BLOCK, False, VECTOR, SIZE)  # fmt: skip
+    tl.debug_barrier()
+    last = tl.minimum((pid + 1) * SPAN, count) - 1
+    for i in range(0, SPAN // GROUPS * GROUPS, GROUPS):
+        o = tl.minimum(pid * SPAN + i + tl.arange(0, GROUPS), last)
+        _encode(o, tl.full((GROUPS,), 1, tl.int1), x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, None,
+                None, 0, 0, 0, 0, 0, group, 4 * LANE, 0, 0, full_bytes, key_low, key_high, 1, 1, 1, 0, grain, four,
+                frame, KIND, BITS, POSITIVE, MASK, LEVELS, 3, False, BLOCK, True, False, True, UNIT, True, True,
+                GROUPS, LANE)  # fmt: skip
+    if REST > 0:
+        o = tl.minimum(pid * SPAN + SPAN // GROUPS * GROUPS + tl.arange(0, REST), last)
+        _encode(o, tl.full((REST,), 1, tl.int1), x_ptr, codes_ptr, side_ptr, mask_ptr, low_ptr, levels_ptr, None, None,
+                0, 0, 0, 0, 0, group, 4 * LANE, 0, 0, full_bytes, key_low, key_high, 1, 1, 1, 0, grain, four, frame,
+                KIND, BITS, POSITIVE, MASK, LEVELS, 3, False, BLOCK, True, False, True, UNIT, True, True, REST,
+                LANE)  # fmt: skip
 
 
 @triton.jit
@@ -470,11 +575,11 @@ def _plane_bytes(n, W: tl.constexpr, widths):
 
 
 @triton.jit
-def _gather(at, x_ptr, low_ptr, levels_ptr, value, start, within, live, n, lane, frame, hop, inner, h, base, low,
-inverse,
-            coded, only, widths, DOWN: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
-            KIND: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
-            FLAT: tl.constexpr, DEEP: tl.constexpr):  # fmt: skip
+def _gather(at, x_ptr, means_at, levels_ptr, value, within, live, n, lane, frame, hop, inner, h, base, low,
+            inverse, coded, only, widths, unit, DOWN: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
+            SIZE: tl.constexpr, KIND: tl.constexpr, POSITIVE: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr,
+            ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr,
+            MAPS: tl.constexpr):  # fmt: skip
     """Writes the plane of W bits of groups of any length: its values are read once more, in the order of the plane."""
     size = (n * W + 7) // 8
     b = tl.arange(0, SIZE)
@@ -487,13 +592,13 @@ inverse,
         e = b + t * size
         inside = live[:, None] & ((b < size) & (e < n))[None, :]
         x, _ = _strip(
-            x_ptr, low_ptr, value, start, within, e, e, inside, inside, frame, hop, inner, KIND, LAYOUT, ONE, BLOCK,
-            FLAT, DEEP, 1,
+            x_ptr, means_at, value, within, e, e, inside, inside, frame, hop, inner, KIND, POSITIVE, LAYOUT, ONE,
+            BLOCK, FLAT, DEEP, MAPS, 1,
         )  # fmt: skip
         k = e // lane
         word = _mix(h[:, None] + (e - k * lane).to(tl.uint32)[None, :] * 0x9E3779B9)
-        threshold = _threshold(word, (8 * k).to(tl.uint32)[None, :], base, bits)
-        code = _code(x, threshold, low, inverse, bits, levels_ptr, LEVELS)
+        threshold = _threshold(word, (8 * k).to(tl.uint32)[None, :], base, unit)
+        code = _coded(x, threshold, low, inverse, levels_ptr, LEVELS) >> (23 - bits)
         code = tl.where(coded[:, None] & inside, code, 0)
         if t == 0:
             code = code | tl.where(b[None, :] == 0, only[:, None], 0)
@@ -506,10 +611,15 @@ inverse,
 
 
 @triton.jit
-def _mark(mask_ptr, value, k: tl.constexpr, lane, keep, live, GROUPS: tl.constexpr, LANE: tl.constexpr):
-    bits = tl.reshape(keep.to(tl.uint32), (GROUPS, LANE // 8, 8)) << tl.arange(0, 8).to(tl.uint32)[None, None, :]
-    at = (value + k * lane) // 8
-    packed = tl.sum(bits, 2)  # of integers
+def _mark(mask_ptr, value, k: tl.constexpr, away, live, GROUPS: tl.constexpr, LANE: tl.constexpr):
+    """Writes the bits of strip ``k``: 0 where ``away`` is infinite, 1 where it is zero.
+
+    The bits of an infinity are ``255 * 2**23``. Times ``512 - 2**(k + 1)`` they are ``2**(24 + k)``, modulo ``2**32``.
+    """
+    factor = 512 - (2 << tl.arange(0, 8).to(tl.uint32))
+    ones = tl.reshape(_bits(away), (GROUPS, LANE // 8, 8)) * factor[None, None, :]
+    packed = (tl.sum(ones, 2) >> 24) ^ 0xFF  # of integers
+    at = (value >> 3) + k * (LANE // 8)
     tl.store(mask_ptr + at[:, None] + tl.arange(0, LANE // 8)[None, :], packed.to(tl.uint8), mask=live[:, None])
 
 
@@ -544,18 +654,19 @@ def dequantize(
     out_ptr, codes_ptr, side_ptr, support_ptr, low_ptr, levels_ptr, widths_ptr, starts_ptr, scale_ptr, shift_ptr,
     other_ptr,
     mask_ptr, count, per, m_per, h_per, first, row, group, n, per_row, row_bytes, full_bytes, key_low, key_high,
-    channels, inner, step, byte0,
+    channels, inner, step, byte0, grain, four,
     f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15,
     KIND: tl.constexpr, BITS: tl.constexpr, SUPPORT: tl.constexpr, DITHER: tl.constexpr, LEVELS: tl.constexpr,
-    LAYOUT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr,
-    UNIT: tl.constexpr, AFFINE: tl.constexpr, OTHER: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr, LANE: tl.constexpr,
+    LAYOUT: tl.constexpr, ALL: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr,
+    DEEP: tl.constexpr, MAPS: tl.constexpr, UNIT: tl.constexpr, AFFINE: tl.constexpr, OTHER: tl.constexpr,
+    MASK: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """The values of GROUPS groups; AFFINE scales and shifts them by channel afterwards."""
     frame = (f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10, f11, f12, f13, f14, f15)
+    o, live = _numbers(count, ALL, GROUPS)
     live, number, r, value, within, byte = _place(
-        per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0, LAYOUT,
-        GROUPS, count,
+        o, live, per, m_per, h_per, first, row, group, per_row, row_bytes, full_bytes, channels, inner, step, byte0,
+        LAYOUT, GROUPS,
     )  # fmt: skip
     if BITS == 0:
         widths = tl.load(widths_ptr + r, mask=live, other=1).to(tl.uint32)
@@ -570,7 +681,9 @@ def dequantize(
     if EVEN:
         n = 4 * LANE
         lane = LANE
-    start = r.to(tl.int64) * f0
+    means_at = low_ptr
+    if BLOCK > 0 and LAYOUT != 3:
+        means_at = low_ptr + (r.to(tl.int64) * f0)[:, None]
     hop = channels * inner
     j = tl.arange(0, LANE)
     e0, e1, e2, e3 = j, lane + j, 2 * lane + j, 3 * lane + j
@@ -601,8 +714,9 @@ def dequantize(
         h = _hash(number, key_low, key_high)
         dither = ((127 + widths) << 23) | (_mix(h ^ 0x5BD1E995) >> (17 + widths))
         word = _mix(h[:, None] + j.to(tl.uint32)[None, :] * 0x9E3779B9)
-        t0, t1 = _threshold(word, 0, dither, bits), _threshold(word, 8, dither, bits)
-        t2, t3 = _threshold(word, 16, dither, bits), _threshold(word, 24, dither, bits)
+        unit = grain.to(tl.uint32)
+        t0, t1 = _threshold(word, 0, dither, unit), _threshold(word, 8, dither, unit)
+        t2, t3 = _threshold(word, 16, dither, unit), _threshold(word, 24, dither, unit)
     else:
         t0, t1, t2, t3 = base, base, base, base
     if AFFINE:
@@ -614,18 +728,18 @@ def dequantize(
         added = tl.load(shift_ptr + channel, mask=live, other=0)
     else:
         factor, added = base, base
-    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e0, u0, in0,
+    _put(out_ptr, support_ptr, means_at, levels_ptr, other_ptr, mask_ptr, value, within, e0, u0, in0,
          un0, live, 0, c0, t0, base, size, factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS,
-         LAYOUT, ONE, BLOCK, FLAT, DEEP, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
-    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e1, u1, in1,
+         LAYOUT, ONE, BLOCK, FLAT, DEEP, MAPS, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
+    _put(out_ptr, support_ptr, means_at, levels_ptr, other_ptr, mask_ptr, value, within, e1, u1, in1,
          un1, live, 1, c1, t1, base, size, factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS,
-         LAYOUT, ONE, BLOCK, FLAT, DEEP, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
-    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e2, u2, in2,
+         LAYOUT, ONE, BLOCK, FLAT, DEEP, MAPS, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
+    _put(out_ptr, support_ptr, means_at, levels_ptr, other_ptr, mask_ptr, value, within, e2, u2, in2,
          un2, live, 2, c2, t2, base, size, factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS,
-         LAYOUT, ONE, BLOCK, FLAT, DEEP, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
-    _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e3, u3, in3,
+         LAYOUT, ONE, BLOCK, FLAT, DEEP, MAPS, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
+    _put(out_ptr, support_ptr, means_at, levels_ptr, other_ptr, mask_ptr, value, within, e3, u3, in3,
          un3, live, 3, c3, t3, base, size, factor, added, frame, hop, inner, KIND, BITS, SUPPORT, DITHER, LEVELS,
-         LAYOUT, ONE, BLOCK, FLAT, DEEP, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
+         LAYOUT, ONE, BLOCK, FLAT, DEEP, MAPS, UNIT, AFFINE, OTHER, MASK, EVEN, GROUPS, LANE)  # fmt: skip
 
 
 @triton.jit
@@ -636,12 +750,12 @@ def _kept(x, mask_ptr, y, inside):
 
 
 @triton.jit
-def _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, start, within, e, u, inside, units,
+def _put(out_ptr, support_ptr, means_at, levels_ptr, other_ptr, mask_ptr, value, within, e, u, inside, units,
          live, k: tl.constexpr, code, threshold, base, size, factor, added, frame, hop, inner, KIND: tl.constexpr,
          BITS: tl.constexpr, SUPPORT: tl.constexpr, DITHER: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr,
-         ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr, UNIT: tl.constexpr,
-         AFFINE: tl.constexpr, OTHER: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr,
-         LANE: tl.constexpr):  # fmt: skip
+         ONE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr, DEEP: tl.constexpr, MAPS: tl.constexpr,
+         UNIT: tl.constexpr, AFFINE: tl.constexpr, OTHER: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+         GROUPS: tl.constexpr, LANE: tl.constexpr):  # fmt: skip
     if LEVELS > 0:
         steps = tl.load(levels_ptr + code, mask=inside, other=0)
     else:
@@ -650,12 +764,12 @@ def _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, 
         steps = (steps + ((1 << BITS) + 0.5)) - threshold
     x = steps * size[:, None] + base[:, None]
     if BLOCK > 0:
-        at = (within // UNIT)[:, None] + u[None, :]
-        x = _mean_at(at, units, low_ptr, start[:, None], frame, 1, BLOCK, FLAT, DEEP, UNIT) + x
+        at = (within.to(tl.uint32) // UNIT)[:, None] + u.to(tl.uint32)[None, :]
+        x = _mean_at(at, units, means_at, frame, 1, BLOCK, FLAT, DEEP, MAPS, UNIT) + x
     y = value[:, None] + _ahead(e, hop, inner, frame, LAYOUT, ONE)[None, :]
     if SUPPORT:
-        if EVEN and LAYOUT == 0:
-            x = tl.where(_bits_of(support_ptr, value // 8 + k * (LANE // 8), live, GROUPS, LANE) != 0, x, 0.0)
+        if EVEN and (LAYOUT == 0 or LAYOUT == 3):
+            x = tl.where(_bits_of(support_ptr, (value >> 3) + k * (LANE // 8), live, GROUPS, LANE) != 0, x, 0.0)
         else:
             x = _kept(x, support_ptr, y, inside)
     if AFFINE:
@@ -664,7 +778,7 @@ def _put(out_ptr, support_ptr, low_ptr, levels_ptr, other_ptr, mask_ptr, value, 
             x = x + tl.load(other_ptr + y, mask=inside, other=0)
         if MASK:
             if EVEN and LAYOUT == 0:
-                x = tl.where(_bits_of(mask_ptr, value // 8 + k * (LANE // 8), live, GROUPS, LANE) != 0, x, 0.0)
+                x = tl.where(_bits_of(mask_ptr, (value >> 3) + k * (LANE // 8), live, GROUPS, LANE) != 0, x, 0.0)
             else:
                 x = _kept(x, mask_ptr, y, inside)
     tl.store(out_ptr + y, _narrow(x, KIND), mask=inside)
@@ -709,9 +823,9 @@ def _across(total, columns, SIZE: tl.constexpr, UNIT: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=SIZES)
-def means(
-    x_ptr, low_ptr, blocks, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner, units,
+@triton.jit
+def _mean_of(
+    x_ptr, low_ptr, at, live, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner, units,
     KIND: tl.constexpr, OUT: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr,
     UNIT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -719,8 +833,6 @@ def means(
 
     NAN makes what is not finite NaN. Rows of a map are ``units`` of UNIT values, which are read at once.
     """
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    live = at < blocks
     n = at.to(tl.uint32)
     t = _over(n, m_inner, h_inner)
     i = n - t * inner.to(tl.uint32)
@@ -760,19 +872,33 @@ def means(
         for k in range(BLOCK):
             column = tl.zeros((SIZE,), tl.float32)
             if DEEP:
-                for i in range(BLOCK):
-                    column = _column(origin, i, k, depth, rows, columns, s2, s3, inner, live, column, KIND, BLOCK, DEEP)
+                for q in range(BLOCK):
+                    column = _column(origin, q, k, depth, rows, columns, s2, s3, inner, live, column, KIND, BLOCK, DEEP)
             else:
                 column = _column(origin, 0, k, depth, rows, columns, s2, s3, inner, live, column, KIND, BLOCK, DEEP)
             total += column
     mean = tl.div_rn(total, (depth * rows * columns).to(tl.float32))
     y = _narrow(mean, OUT)
+    if OUT == 1:
+        y = tl.where(mean != mean, 0x7FC0, y).to(tl.int16)  # one NaN on all devices, for it is stored
     if NAN:
         if OUT == 1:
             y = tl.where((y & 0x7F80) == 0x7F80, 0x7FC0, y).to(tl.int16)
         else:
-            y = tl.where((_bits(mean) & 0x7F800000) == 0x7F800000, float("nan"), y)
+            y = tl.where(_infinite(mean), float("nan"), y)
     tl.store(low_ptr + at, y, mask=live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def means(
+    x_ptr, low_ptr, blocks, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner, units,
+    KIND: tl.constexpr, OUT: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr,
+    UNIT: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The means of SIZE blocks."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    _mean_of(x_ptr, low_ptr, at, at < blocks, s1, s2, s3, b1, b2, b3, m1, h1, m2, h2, m3, h3, inner, m_inner, h_inner,
+             units, KIND, OUT, NAN, BLOCK, DEEP, UNIT, SIZE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["means_in_sample", *FRAME[1:]])
@@ -787,7 +913,7 @@ def spread(
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < sample
     o = tl.program_id(1).to(tl.int64)
-    x = _mean_at(at, inside, low_ptr, o * means_in_sample, frame, KIND, BLOCK, FLAT, DEEP, 1)
+    x = _mean_at(at, inside, low_ptr + o * means_in_sample, frame, KIND, BLOCK, FLAT, DEEP, False, 1)
     tl.store(out_ptr + o * sample + at, _narrow(x, OUT), mask=inside)
 
 
@@ -975,9 +1101,8 @@ def mask_values(x_ptr, mask_ptr, out_ptr, numel, SIZE: tl.constexpr):
     """Values, given as bits, where the bit of the mask is set, and zero elsewhere."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     there = at < numel
-    bit = (tl.load(mask_ptr + at // 8, mask=there, other=0).to(tl.uint32) >> (at % 8).to(tl.uint32)) & 1
-    x = tl.load(x_ptr + at, mask=there & (bit != 0), other=0)
-    tl.store(out_ptr + at, x, mask=there)
+    bit = _bits_at(mask_ptr, tl.program_id(0).to(tl.int64), numel, SIZE)
+    tl.store(out_ptr + at, tl.where(bit != 0, tl.load(x_ptr + at, mask=there, other=0), 0), mask=there)
 
 
 @triton.jit(do_not_specialize=["offset"])

@@ -141,9 +141,10 @@ def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             tiles = reference.quantize_channels(x, (64, 16, 49), 256, bits, 5, False)
             yield "quantize_channels", name, (x, (64, 16, 49), 256, bits, 5, False)
             yield "dequantize_channels", name, (*tiles, (64, 16, 49), 256, bits, dtype, None)
-        parts = reference.quantize_blocks(x, geometry, 8, 784, 256, 2, 5, True)
-        yield "quantize_blocks", label, (x, geometry, 8, 784, 256, 2, 5, True)
-        yield "dequantize_blocks", label, (*parts, geometry, 8, 784, 256, 2, dtype, mask)
+        for row in (784, numel):  # groups end with a row, or lie across maps
+            parts = reference.quantize_blocks(x, geometry, 8, row, 256, 2, 5, True)
+            yield "quantize_blocks", f"{label} rows of {row}", (x, geometry, 8, row, 256, 2, 5, True)
+            yield "dequantize_blocks", f"{label} rows of {row}", (*parts, geometry, 8, row, 256, 2, dtype, mask)
         yield "spread_blocks", label, (parts[0], geometry, 8, dtype)
         own = (torch.arange(64) * 5 % 8 + 1).to(torch.uint8)
         size = sum(reference.row_bytes(784, 256, bits) for bits in own.tolist())

@@ -41,12 +41,22 @@ from lowtide.planning.verifying import verify
 STEPS, BLOCKS, FITS, SIZES, PRODUCTS = (
     RESULTS / f"{name}.csv" for name in ("planning", "blocks", "fits", "sizes", "products")
 )
-PARTS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.0)
-"""Budgets as parts of the plain peak; 0 stands for the smallest possible."""
 MODES = ("plain", "division", "actnn", "auto", "checkpoint", "save_on_cpu")
-PLANS = {"plan": ("compress", "rebuild"), "plan with checkpoints": ("compress", "rebuild", "checkpoint")}
+AGAIN = ("plain", "auto", "checkpoint")
+"""Modes that are measured once more after all others, which tells how much times differ."""
+PLANS = {
+    "plan": ("compress", "rebuild"),
+    "plan with checkpoints": ("compress", "rebuild", "checkpoint"),
+    "exact plan": ("checkpoint",),
+}
 """What plans may do, by the name of their rows."""
-WAYS = ("plain", "checkpoint", *PLANS)
+PARTS = {
+    "plan": (0.8, 0.6, 0.4, "auto", "actnn", "division", 0.0),
+    "plan with checkpoints": (0.8, 0.6, 0.0),
+    "exact plan": ("save_on_cpu", "checkpoint"),
+}
+"""Budgets as parts of the plain peak, or as the measured peaks of other ways; 0 stands for the smallest possible."""
+WAYS = ("plain", "checkpoint", "plan", "plan with checkpoints")
 ERROR = 0.1
 """The error that a plan may have where the smallest peak is asked for."""
 
@@ -231,35 +241,45 @@ def steps(names: list[str], chosen: list[str], run: Run) -> None:
     """Each mode and each plan in processes of its own, one after the other."""
     done = {(row["subject"], row["mode"], row["part"]) for row in read(STEPS)}
     for name in names:
-        subject = SUBJECTS[name]
         for mode in MODES:
-            if mode not in chosen or (name, mode, "") in done or run.is_over():
-                continue
-            model, batch, loss = subject.model(), subject.make(subject.size), subject.loss
-            if mode == "checkpoint":
-                model = checkpointed(model, subject.blocks())
-            elif mode == "save_on_cpu":
-                loss = functools.partial(on_cpu, loss)
-            method = mode if mode in lowtide.methods() else None
-            found = verify(method, model, batch, loss, plain=False, steps=run.steps)
-            add(STEPS, _row(name, mode, "", None, found))
-        wanted = [(p, str(part)) for p in PLANS if p in chosen for part in PARTS if (name, p, str(part)) not in done]
-        if not wanted or run.is_over():
+            if mode in chosen and (name, mode, "") not in done and not run.is_over():
+                _measure(name, mode, "", run)
+        wanted = [(p, str(part)) for p in PLANS if p in chosen for part in PARTS[p] if (name, p, str(part)) not in done]
+        if wanted and not run.is_over():
+            _plans(name, wanted, run)
+        for mode in AGAIN:
+            if mode in chosen and (name, mode, "again") not in done and not run.is_over():
+                _measure(name, mode, "again", run)
+
+
+def _measure(name: str, mode: str, part: str, run: Run) -> None:
+    subject = SUBJECTS[name]
+    model, batch, loss = subject.model(), subject.make(subject.size), subject.loss
+    if mode == "checkpoint":
+        model = checkpointed(model, subject.blocks())
+    elif mode == "save_on_cpu":
+        loss = functools.partial(on_cpu, loss)
+    method = mode if mode in lowtide.methods() else None
+    add(STEPS, _row(name, mode, part, None, verify(method, model, batch, loss, plain=False, steps=run.steps)))
+
+
+def _plans(name: str, wanted: list[tuple[str, str]], run: Run) -> None:
+    subject = SUBJECTS[name]
+    model, batch = subject.model(), subject.make(subject.size)
+    profile = run.profile(name, model, batch)
+    others = {row["mode"]: int(row["peak"]) for row in read(STEPS) if row["subject"] == name}
+    smallest = {mode: run.smallest(profile, mode) for mode in dict.fromkeys(mode for mode, _ in wanted)}
+    for mode, part in wanted:
+        allow, least = PLANS[mode], smallest[mode]
+        asked = others.get(part, 0) if part in MODES else int(float(part) * profile.peak)
+        if run.is_over() or 0 < asked < least or (part in MODES and not asked):
             continue
-        model, batch = subject.model(), subject.make(subject.size)
-        profile = run.profile(name, model, batch)
-        for mode, part in wanted:
-            allow = PLANS[mode]
-            smallest = lowtide.plan(profile, error=ERROR, allow=allow).predicted
-            assert smallest is not None
-            budget = max(int(float(part) * profile.peak), budget_for(smallest.peak))
-            if 0 < float(part) * profile.peak < budget:
-                continue
-            plan = lowtide.plan(profile, budget, allow=allow)
-            if run.is_over() or ("checkpoint" in allow and not plan.checkpoints):  # then it is a plan without them
-                continue
-            found = verify(plan, model, batch, subject.loss, plain=False, steps=run.steps)
-            add(STEPS, _row(name, mode, part, plan, found) | {"plain_predicted": profile.peak, "budget": budget})
+        plan = lowtide.plan(profile, max(asked, least), allow=allow)
+        if mode == "plan with checkpoints" and not plan.checkpoints:  # then it is a plan without them
+            continue
+        found = verify(plan, model, batch, subject.loss, plain=False, steps=run.steps)
+        row = {"plain_predicted": profile.peak, "budget": max(asked, least)}
+        add(STEPS, _row(name, mode, part, plan, found) | row)
 
 
 class Run:
@@ -270,6 +290,12 @@ class Run:
 
     def is_over(self) -> bool:
         return time.monotonic() > self.end
+
+    def smallest(self, profile: lowtide.Profile, mode: str) -> int:
+        """The smallest budget of a plan with an error of at most so much."""
+        predicted = lowtide.plan(profile, error=ERROR, allow=PLANS[mode]).predicted
+        assert predicted is not None
+        return budget_for(predicted.peak)
 
     def profile(self, name: str, model: nn.Module, batch: Any) -> lowtide.Profile:
         file = None if self.folder is None else self.folder / f"{name.split(',')[0].replace(' ', '_')}.json"
@@ -314,7 +340,7 @@ def blocks(names: list[str]) -> None:
             "plain": profile.peak,
             "checkpoint": with_checkpoints(profile, parts).peak,
         }
-        for allow in (*PLANS.values(), ("checkpoint",)):
+        for allow in PLANS.values():
             key = "checkpoint_least" if allow == ("checkpoint",) else "+".join(allow)
             row[key] = min(s.peak for p in Problem.all(profile, allow) for s in path(p.base, p.items))
         add(BLOCKS, row)

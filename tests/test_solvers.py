@@ -313,6 +313,32 @@ def test_greedy_costs_no_more_for_a_higher_limit(problem, price):
 
 
 @settings(deadline=None, max_examples=120)
+@given(problems(finite=False), numbers, st.sampled_from(["greedy", "lagrangian"]), st.data())
+def test_no_solver_costs_more_than_what_is_known(problem, price, solver, data):
+    base, items = problem
+    known = data.draw(st.lists(st.sampled_from(all_picks(items)), max_size=3))
+    costs = []
+    for part in (-0.1, 0.0, 0.3, 0.7, 1.0):
+        limit = limit_at(base, items, part)
+        found = attempt(base, items, limit, price=price, solver=solver, known=known)
+        theirs = [evaluate(base, items, picks, price) for picks in known]
+        if isinstance(found, int):
+            assert found > limit
+            assert all(other.peak >= found for other in theirs)
+            continue
+        assert found.peak <= limit
+        assert all(found.cost <= other.cost for other in theirs if other.peak <= limit)
+        costs.append(found.cost)
+    assert solver == "lagrangian" or costs == sorted(costs, reverse=True)
+
+
+def test_what_is_known_is_checked():
+    item = Item(100, 0, 1, 3, (), nbytes=(50,), error=(1.0,), seconds=(0.0,))
+    with pytest.raises(ValueError, match="item 0 has the picks"):
+        solve([0] * 4, [item], 90, known=[(3,)])
+
+
+@settings(deadline=None, max_examples=120)
 @given(problems(), st.sampled_from(["greedy", "lagrangian", "exact"]))
 @example(wild_problem(random.Random(20)), "greedy")  # the second walk ends lower than the first
 @example(wild_problem(random.Random(87)), "lagrangian")

@@ -18,6 +18,8 @@ import argparse
 import csv
 import functools
 import math
+import pickle
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from benchmarks.nets import Bottleneck, DoubleConv, UNet3d, resnet50
 from evidence.fidelity import RESULTS, environment
+from lowtide.machine.measure import run_child
 from lowtide.planning.checkpoints import candidates
 from lowtide.planning.checkpoints import checkpointed as with_checkpoints
 from lowtide.planning.planner import Problem, budget_for, nbytes_of
@@ -51,9 +54,9 @@ PLANS = {
 }
 """What plans may do, by the name of their rows."""
 PARTS = {
-    "plan": (0.8, 0.6, 0.4, "auto", "actnn", "division", 0.0),
+    "plan": ("auto", 0.8, 0.0, "actnn", 0.6, 0.4, "division"),
     "plan with checkpoints": (0.8, 0.6, 0.0),
-    "exact plan": ("save_on_cpu", "checkpoint"),
+    "exact plan": ("checkpoint", "save_on_cpu"),
 }
 """Budgets as parts of the plain peak, or as the measured peaks of other ways; 0 stands for the smallest possible."""
 WAYS = ("plain", "checkpoint", "plan", "plan with checkpoints")
@@ -260,7 +263,8 @@ def _measure(name: str, mode: str, part: str, run: Run) -> None:
     elif mode == "save_on_cpu":
         loss = functools.partial(on_cpu, loss)
     method = mode if mode in lowtide.methods() else None
-    add(STEPS, _row(name, mode, part, None, verify(method, model, batch, loss, plain=False, steps=run.steps)))
+    found = verify(method, model, batch, loss, plain=False, steps=run.steps)
+    add(STEPS, _row(name, mode, part, None, found) | {"plain_seconds": run.plain_seconds(name)})
 
 
 def _plans(name: str, wanted: list[tuple[str, str]], run: Run) -> None:
@@ -278,7 +282,7 @@ def _plans(name: str, wanted: list[tuple[str, str]], run: Run) -> None:
         if mode == "plan with checkpoints" and not plan.checkpoints:  # then it is a plan without them
             continue
         found = verify(plan, model, batch, subject.loss, plain=False, steps=run.steps)
-        row = {"plain_predicted": profile.peak, "budget": max(asked, least)}
+        row = {"plain_predicted": profile.peak, "budget": max(asked, least), "plain_seconds": run.plain_seconds(name)}
         add(STEPS, _row(name, mode, part, plan, found) | row)
 
 
@@ -290,6 +294,18 @@ class Run:
 
     def is_over(self) -> bool:
         return time.monotonic() > self.end
+
+    def plain_seconds(self, name: str) -> float | str:
+        """Of a plain step, in a process of its own; taken right after a row, because the machine's speed changes."""
+        if not self.steps:
+            return ""
+        subject = SUBJECTS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "step"
+            path.write_bytes(pickle.dumps((subject.model(), subject.make(subject.size), subject.loss, None)))
+            argument = {"path": str(path), "threads": torch.get_num_threads(), "planned": False, "steps": self.steps}
+            found = run_child("lowtide.planning.verifying:_timed", argument | {"compare": False})
+        return round(found["seconds"], 4)
 
     def smallest(self, profile: lowtide.Profile, mode: str) -> int:
         """The smallest budget of a plan with an error of at most so much."""
@@ -322,6 +338,7 @@ def _row(name: str, mode: str, part: str, plan: lowtide.BudgetPlan | None, found
         "predicted_error": "" if expected is None else f"{expected.error:.4g}",
         "predicted_slowdown": "" if expected is None else f"{expected.slowdown or 0:.4g}",
         "plain_predicted": "",
+        "plain_seconds": "",
     }
 
 
@@ -384,6 +401,7 @@ def main() -> None:
     rows = [*MODES, *PLANS]
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, help="those of steps and fit")
     parser.add_argument("--untimed", action="store_true", help="peaks and errors of steps alone, on a busy machine")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a row, of which the fastest counts")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row of steps after so many")
     parser.add_argument("--profiles", type=Path, help="a folder in which profiles of steps are kept for another time")
     parser.add_argument("--again", action="store_true", help="measure these rows anew")
@@ -393,7 +411,7 @@ def main() -> None:
         file, key = (STEPS, "mode") if arguments.what == "steps" else (FITS, "way")
         without(file, lambda row: row["subject"] in names and row[key] in chosen)
     if arguments.what == "steps":
-        steps(names, chosen, Run(0 if arguments.untimed else 3, arguments.minutes, arguments.profiles))
+        steps(names, chosen, Run(0 if arguments.untimed else arguments.steps, arguments.minutes, arguments.profiles))
     elif arguments.what == "blocks":
         blocks(names)
     elif arguments.what == "fit":

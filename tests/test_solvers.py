@@ -254,6 +254,20 @@ def test_exact_is_the_best_where_greedy_is_not(seed):
         assert solve(base, items, limit, price=0.3, solver="exact").cost == pytest.approx(best)
 
 
+def test_what_is_known_is_taken_where_it_is_better():
+    better = 0
+    for seed in range(20):
+        base, items = random_problem(random.Random(seed), 4, sources=0.7)
+        limit = limit_at(base, items, 0.2)
+        best, greedy = (solve(base, items, limit, price=0.3, solver=solver) for solver in ("exact", "greedy"))
+        better += best.cost < greedy.cost
+        for solver in ("greedy", "lagrangian"):
+            found = solve(base, items, limit, price=0.3, solver=solver, known=[best.picks])
+            assert close(found.cost, best.cost)
+            assert found.peak <= limit
+    assert better > 5
+
+
 @pytest.mark.parametrize("seed", [11, 283, 367, 562])
 def test_the_least_peak_is_exact_where_the_first_that_is_tried_is_not(seed):
     base, items = wild_problem(random.Random(seed))

@@ -304,7 +304,7 @@ class Run:
             path = Path(folder) / "step"
             path.write_bytes(pickle.dumps((subject.model(), subject.make(subject.size), subject.loss, None)))
             argument = {"path": str(path), "threads": torch.get_num_threads(), "planned": False, "steps": self.steps}
-            found = run_child("lowtide.planning.verifying:_timed", argument | {"compare": False})
+            found = run_child(f"{verify.__module__}:_timed", argument | {"compare": False}, exact_rss=False)
         return round(found["seconds"], 4)
 
     def smallest(self, profile: lowtide.Profile, mode: str) -> int:

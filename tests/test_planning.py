@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.codecs import Cast, GroupQuant
 from lowtide.planning import fitting, planner
 from lowtide.planning.planner import Problem, budget_for, nbytes_of, usable
 from lowtide.planning.profiling import digest
 from lowtide.planning.recorder import Recorder
-from lowtide.planning.solvers import KEEP, REBUILD, evaluate, path
+from lowtide.planning.solvers import KEEP, REBUILD, Item, evaluate, path
 from lowtide.planning.verifying import Verification, verify
 from lowtide.policy.choice import Choice
 from lowtide.session.opening import new_session
@@ -313,6 +315,19 @@ def test_what_auto_chooses_is_known_to_every_plan(measured):
             cost = problem.under_peak(theirs.peak, solver).cost
             assert cost <= theirs.cost
             assert mine.added_seconds * problem.price <= theirs.cost
+
+
+def test_chains_that_are_too_long_for_a_solver_are_cut():
+    """Seven tensors are free to rebuild: two of three others each, and one of those two."""
+    stored = Choice.store(GroupQuant(bits=8)), Choice.store(Cast("bfloat16"))
+    plain = Item(4000, 0, 1, 3, (), nbytes=(1000, 2000), error=(1e-3, 1e-6), seconds=(0.0, 0.0))
+    links = [[], [], [], [], [], [], [0, 1, 2], [3, 4, 5], [6, 7]]
+    items = [plain._replace(sources=tuple((j, 0.0) for j in those)) for those in links]
+    profile = SimpleNamespace(saved=[SimpleNamespace(shape=(1000,))] * len(items))
+    problem = Problem(profile, [0] * 4, items, [stored] * len(items), 0.0, profile)
+    picks = problem.divided(8)
+    assert picks[6:] == [REBUILD, REBUILD, 1]
+    assert evaluate(problem.base, items, picks).peak > 0  # which refuses what is made from too many
 
 
 def test_the_slow_solver_is_at_least_as_good(measured):

@@ -25,7 +25,7 @@ from ..verify.check import LossFn
 from . import verifying
 from .checkpoints import candidates, checkpointed, selections, share_of
 from .profiling import Part, Profile, Saved, digest
-from .solvers import KEEP, REBUILD, InfeasibleError, Item, Solution, evaluate, level, path, solve
+from .solvers import KEEP, MOST, REBUILD, InfeasibleError, Item, Solution, evaluate, level, path, solve
 
 ALLOWED = ("compress", "rebuild", "offload", "checkpoint")
 """What a plan may do with a tensor, besides keeping it; with "checkpoint" whole modules run again in backward."""
@@ -39,6 +39,7 @@ _TRADE = 0.2
 
 
 _REFINED = 3
+"""So many sets of checkpoints, the best by the fast solver, are solved by the slow one."""
 _DIVIDED = (2, 3, 4, 6)
 """Bits a value for which what ``auto`` would choose is known to every solver; 3 are its own."""
 _RESERVE = 128
@@ -258,7 +259,6 @@ def plan(
         found = problem.under_sum(ratio, bits, solver)
         return found.cost, problem, found
 
-    # Of many sets of checkpoints the best few by the fast solver are solved by the slow one.
     many = solver == "lagrangian" and len(problems) > _REFINED
     results = []
     for problem in problems:
@@ -370,8 +370,7 @@ class Problem:
     def known(self) -> list[list[int]]:
         """Picks that ``auto`` would take, by its own way to divide bits: no plan costs more than those that fit.
 
-        Other methods do nothing that is not dominated here: their codecs take the bytes of dithered ones and have
-        twice the error.
+        The codecs of ``division`` and ``actnn`` take the bytes of dithered ones, and have twice their error.
         """
         return [self.divided(bits) for bits in _DIVIDED] if any(len(options) > 1 for options in self.choices) else []
 
@@ -395,8 +394,13 @@ class Problem:
             ],
             int(bits * sum(math.prod(self.profile.saved[i].shape) for i in rows) / 8),
         )
+        counts = [1] * len(picks)
         for i, ks, k in zip(rows, offers, found, strict=True):
-            picks[i] = REBUILD if k is None else ks[k]
+            made_from = sum(counts[j] for j, _ in self.items[i].sources)
+            if k is None and made_from <= MOST:
+                picks[i], counts[i] = REBUILD, made_from
+            else:  # through chains it may be more than any solver allows; then it is stored in its most exact form
+                picks[i] = ks[-2 if k is None else k]
         return picks
 
     def under_peak(self, limit: int, solver: str) -> Solution:

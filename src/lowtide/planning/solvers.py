@@ -34,6 +34,8 @@ REBUILD = -2
 """Nothing but ``rebuilt_nbytes`` is stored; the tensor is made again from its sources."""
 
 SOLVERS = ("greedy", "exact", "lagrangian")
+MOST = 4
+"""From so many items that are not rebuilt themselves one is rebuilt at most, unless told otherwise."""
 
 _SEALING, _WAITING, _OPEN = range(3)
 _REMEMBERED = 2_000_000
@@ -159,7 +161,7 @@ def solve(
     *,
     price: float = 0.0,
     solver: str = "greedy",
-    most: int = 4,
+    most: int = MOST,
     known: Sequence[Sequence[int]] = (),
 ) -> Solution:
     """A pick for each item, so that the peak is at most ``limit`` and the cost is small.
@@ -223,7 +225,7 @@ def solve(
     return min(fitting, key=lambda each: each.cost)
 
 
-def path(base: Sequence[int], items: Sequence[Item], *, price: float = 0.0, most: int = 4) -> tuple[State, ...]:
+def path(base: Sequence[int], items: Sequence[Item], *, price: float = 0.0, most: int = MOST) -> tuple[State, ...]:
     """The greedy path from the least cost to the smallest peak: from state to state peaks fall and costs rise.
 
     It begins with all items kept; one that may not be kept takes what costs least. Each move lowers the level at the
@@ -260,7 +262,7 @@ def level(base: Sequence[int], items: Sequence[Item], picks: Sequence[int]) -> N
 
 
 def evaluate(
-    base: Sequence[int], items: Sequence[Item], picks: Sequence[int], price: float = 0.0, most: int = 4
+    base: Sequence[int], items: Sequence[Item], picks: Sequence[int], price: float = 0.0, most: int = MOST
 ) -> Solution:
     """What comes of these picks: the definition that all solvers share.
 

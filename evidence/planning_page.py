@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.chart import COLORS, DOCS, new_figure, save
-from evidence.planning import AGAIN, BLOCKS, FITS, MODES, PLANS, SIZES, STEPS, read
+from evidence.planning import BLOCKS, FITS, MODES, PLANS, SIZES, STEPS, read
 
 Row = dict[str, str]
 _LINES = dict(zip(PLANS, ("#d1495b", "#00798c", "#8a5a44"), strict=True))
 _OTHER = "#6c757d"
 _MIB = 2**20
+_TIMES = ("time", "time_least", "time_most")
 
 _HEAD = """# Budget in, plan out
 
@@ -108,27 +109,15 @@ def _where(rows: list[Row]) -> str:
 
 
 def _subjects(rows: list[Row]) -> dict[str, tuple[list[Row], float | None]]:
-    """For each network its rows, and by how much the times of repeated ones differ at most; None if none was repeated.
-
-    Times are those beside the plain step that was timed right after.
-    """
+    """For each network its rows, and by how much plain steps of a round differ at most; None if none was timed."""
     found: dict[str, tuple[list[Row], float | None]] = {}
     for name in dict.fromkeys(row["subject"] for row in rows):
-        own = [row | {"time": _time(row)} for row in rows if row["subject"] == name and row["part"] != "again"]
-        noise: float | None = None
-        for mode in AGAIN:
-            first = next((row for row in own if row["mode"] == mode), None)
-            again = next((r for r in rows if (r["subject"], r["mode"], r["part"]) == (name, mode, "again")), None)
-            if first is not None and again is not None and first["seconds"] and again["seconds"]:
-                low, high = sorted(float(row["seconds"]) / float(row["plain_seconds"]) for row in (first, again))
-                noise = max(noise or 0.0, high / low - 1)
+        own = [row for row in rows if row["subject"] == name]
         own.sort(key=lambda row: ([*MODES, *PLANS].index(row["mode"]), -int(row["budget"] or 0)))
-        found[name] = own, noise
+        plain = next(row for row in own if row["mode"] == "plain")
+        ratios = [float(plain[key]) for key in ("time_least", "time_most") if plain[key]]
+        found[name] = own, max((max(r, 1 / r) - 1 for r in ratios), default=None)
     return found
-
-
-def _time(row: Row) -> str:
-    return str(float(row["seconds"]) / float(row["plain_seconds"])) if row["seconds"] and row["plain_seconds"] else ""
 
 
 def _listed(names: list[str]) -> str:
@@ -165,20 +154,21 @@ def verdict(own: list[Row], noise: float | None) -> str:
     said = f"The frontier of plans is at or below {_listed(below)}." if below else ""
     if above:
         said += f" It is not at or below {'; '.join(above)}."
-    differ = "No row was repeated." if noise is None else f"Times of repeated rows differ by up to {100 * noise:.0f} %."
+    differ = "Nothing was timed." if noise is None else f"Plain steps of a round differ by up to {100 * noise:.0f} %."
     return f"{said} {differ}".strip()
 
 
 def _steps(rows: list[Row]) -> str:
     parts = [
         "## Budgets kept\n",
-        "Each line is a process of its own; peaks are of the whole step, weights, gradients and batch included, and "
-        "the smallest budget is that of the plan with a predicted error of at most 0.1. Time is the fastest of three "
-        "steps beside that of plain steps right after them, with glibc's default allocator; without a time only peak "
-        "and error were measured. The error is that of the whole gradient, over two draws. Plans that may "
-        "run blocks again are listed where they do; an exact plan does nothing else. Some budgets are the measured "
-        "peaks of other ways. A plan is at or below such a way if its peak, its error and its time are no larger; "
-        "times may be larger by as much as those of repeated rows differ.\n",
+        "Peaks are of the whole step, weights, gradients and batch included, each in a process of its own; the smallest "
+        "budget is that of the plan with a predicted error of at most 0.1. The error is that of the whole gradient, "
+        "over two draws. Times were taken in one process for each network, in rounds of one step of each line, with "
+        "glibc's default allocator: the median of the time beside the plain step that began the round, and in brackets "
+        "the least and the most; that of plain is the last step of a round. Plans that may run blocks again are listed "
+        "where they do; an exact plan does nothing else. Some budgets are the measured peaks of other ways. A plan is "
+        "at or below such a way if its peak, its error and its time are no larger; its time may be larger by as much as "
+        "the plain steps of a round differ.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
     ]
     for name, (own, noise) in _subjects(rows).items():
@@ -194,7 +184,7 @@ def _steps(rows: list[Row]) -> str:
                     _mib(row["peak"]),
                     f"{float(row['peak']) / float(plain['peak']):.2f}x",
                     "" if off is None else f"{_mib(row['predicted_peak'])} ({100 * (off - 1):+.1f} %)",
-                    f"{float(row['time']):.2f}x" if row["time"] else "",
+                    "{:.2f}x ({:.2f} to {:.2f})".format(*(float(row[k]) for k in _TIMES)) if row["time"] else "",
                     f"{float(row['predicted_slowdown']):.2f}x" if row["predicted_slowdown"] else "",
                     "exact" if float(row["error"]) == 0 else f"{float(row['error']):.2g}",
                     f"{float(row['predicted_error']):.2g}" if row["predicted_error"] else "",

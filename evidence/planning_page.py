@@ -161,13 +161,13 @@ def verdict(own: list[Row], noise: float | None) -> str:
 def _steps(rows: list[Row]) -> str:
     parts = [
         "## Budgets kept\n",
-        "Peaks are of the whole step, weights, gradients and batch included, each in a process of its own; the smallest "
+        "Peaks are of the whole step, weights, gradients and batch included, each in its own process; the smallest "
         "budget is that of the plan with a predicted error of at most 0.1. The error is that of the whole gradient, "
         "over two draws. Times were taken in one process for each network, in rounds of one step of each line, with "
         "glibc's default allocator: the median of the time beside the plain step that began the round, and in brackets "
         "the least and the most; that of plain is the last step of a round. Plans that may run blocks again are listed "
         "where they do; an exact plan does nothing else. Some budgets are the measured peaks of other ways. A plan is "
-        "at or below such a way if its peak, its error and its time are no larger; its time may be larger by as much as "
+        "at or below such a way if its peak, error and time are no larger; its time may be larger by as much as "
         "the plain steps of a round differ.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
     ]

@@ -126,7 +126,7 @@ def _listed(names: list[str]) -> str:
 
 def verdict(own: list[Row], noise: float | None) -> str:
     """Whether some plan has at most the peak, the error and, but for noise, the time of each other way."""
-    below, above = [], []
+    below, above, untimed = [], [], []
     for other in own:
         if other["mode"] in PLANS or other["mode"] == "plain":
             continue
@@ -143,7 +143,7 @@ def verdict(own: list[Row], noise: float | None) -> str:
         elif times:
             above.append(f"{other['mode']}: plans with at most its peak and error take {min(times):.2f}x of its time")
         elif fitting:
-            above.append(f"{other['mode']}: the plans with at most its peak and error were not timed")
+            untimed.append(other["mode"])
         else:
             near = [row for row in own if row["mode"] in PLANS and int(row["peak"]) <= int(other["peak"])]
             least = min((float(row["error"]) for row in near), default=None)
@@ -151,10 +151,16 @@ def verdict(own: list[Row], noise: float | None) -> str:
                 "no plan has at most its peak" if least is None else f"plans of its peak have an error of {least:.2g}"
             )
             above.append(f"{other['mode']}: {said}")
-    said = f"The frontier of plans is at or below {_listed(below)}." if below else ""
+    said = f"Plans are at or below {_listed(below)}." if below else ""
+    if untimed:
+        said += f" As far as peak and error go, plans are at or below {_listed(untimed)}."
     if above:
-        said += f" It is not at or below {'; '.join(above)}."
-    differ = "Nothing was timed." if noise is None else f"Plain steps of a round differ by up to {100 * noise:.0f} %."
+        said += f" {'They' if said else 'Plans'} are not at or below {'; '.join(above)}."
+    differ = (
+        "These rows were not timed."
+        if noise is None
+        else f"Plain steps of a round differ by up to {100 * noise:.0f} %."
+    )
     return f"{said} {differ}".strip()
 
 
@@ -191,8 +197,8 @@ def _steps(rows: list[Row]) -> str:
                 ]
             )
         head = ("", "peak, MiB", "of plain", "predicted", "time", "predicted", "error", "predicted")
-        parts.append(f"### {name}\n\n{_table(head, lines)}\n\n{verdict(own, noise)}\n")
-    return "\n".join([*parts, _where(rows), ""])
+        parts.append(f"### {name}\n\n{_table(head, lines)}\n\n{verdict(own, noise)} {_where(own)}\n")
+    return "\n".join(parts)
 
 
 def _figure(rows: list[Row]) -> None:

@@ -19,7 +19,6 @@ import argparse
 import csv
 import functools
 import math
-import statistics
 import tempfile
 import time
 import warnings
@@ -60,7 +59,7 @@ PARTS = {
 """Budgets as parts of the plain peak, or as the measured peaks of other ways; 0 stands for the smallest possible."""
 WAYS = ("plain", "checkpoint", "plan", "plan with checkpoints")
 _TIMES = ("seconds", "time", "time_least", "time_most")
-"""The fastest step, and its time beside a plain one: the median over the rounds, the least and the most."""
+"""The fastest step, that beside the fastest plain one, and the least and the most of a step beside its round's."""
 ERROR = 0.1
 """The error that a plan may have where the smallest peak is asked for."""
 
@@ -275,8 +274,8 @@ def _way(name: str, mode: str) -> tuple[nn.Module, Any, Callable[[nn.Module, Any
 def times(names: list[str], chosen: list[str], run: Run, rounds: int) -> None:
     """Times of rows, all in one process: in each round every row has one step, and a plain step comes first and last.
 
-    The speed of the machine changes from minute to minute, so a time is the median over the rounds of the time beside
-    the first plain step of the round. The row of the plain step has the last one, which tells how much times differ.
+    The speed of the machine changes from second to second, so a time is that of the fastest step beside that of the
+    fastest plain step that ends a round. Ratios to the plain step that begins it tell how much single steps differ.
     """
     for name in names:
         rows = [row for row in read(STEPS) if row["subject"] == name and row["mode"] in chosen and not row["time"]]
@@ -289,9 +288,10 @@ def times(names: list[str], chosen: list[str], run: Run, rounds: int) -> None:
                 step()
                 seconds.append(time.perf_counter() - began)
         every = read(STEPS)
+        plain = min(taken[-1] if rows[-1]["mode"] == "plain" else taken[0])
         for row, seconds in zip(rows, taken[1:], strict=True):
-            ratios = sorted(own / plain for own, plain in zip(seconds, taken[0], strict=True))
-            found = (min(seconds), statistics.median(ratios), ratios[0], ratios[-1])
+            ratios = [own / first for own, first in zip(seconds, taken[0], strict=True)]
+            found = (min(seconds), min(seconds) / plain, min(ratios), max(ratios))
             every[every.index(row)].update(zip(_TIMES, (f"{value:.4f}" for value in found), strict=True))
             print(name, row["mode"], row["part"], *(f"{value:.3f}" for value in found), flush=True)
         write(STEPS, every)

@@ -61,7 +61,7 @@ budget never costs more. `"lagrangian"`, which plans use unless told otherwise, 
 each moment have a price. It never costs more than `"greedy"`, and near the smallest peak far less, but it may cost a
 little more for a slightly larger budget. `"exact"` is for a dozen tensors. All of them also know what `auto` would
 choose with 2, 3, 4 and 6 bits a value, judged by the same peak, time and error, so no plan costs more than those of
-these that fit the budget.
+these that fit the budget. What codes of log-probabilities add to the error is not measured, and counts as nothing.
 
 A ReLU whose result is stored reads packed bits in backward, and takes no memory for a mask. What is on its way to host
 memory, or fetched before it is read, counts with as much as a session allows: 256 MiB, or one tensor.
@@ -108,15 +108,13 @@ def _where(rows: list[Row]) -> str:
     return f"Machine: {'; '.join(named)}. Commit {', '.join(commits)}."
 
 
-def _subjects(rows: list[Row]) -> dict[str, tuple[list[Row], float | None]]:
-    """For each network its rows, and by how much plain steps of a round differ at most; None if none was timed."""
-    found: dict[str, tuple[list[Row], float | None]] = {}
-    for name in dict.fromkeys(row["subject"] for row in rows):
-        own = [row for row in rows if row["subject"] == name]
+def _subjects(rows: list[Row]) -> dict[str, list[Row]]:
+    """For each network its rows, in the order of the tables."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["subject"], []).append(row)
+    for own in found.values():
         own.sort(key=lambda row: ([*MODES, *PLANS].index(row["mode"]), -int(row["budget"] or 0)))
-        plain = next(row for row in own if row["mode"] == "plain")
-        ratios = [float(plain[key]) for key in ("time_least", "time_most") if plain[key]]
-        found[name] = own, max((max(r, 1 / r) - 1 for r in ratios), default=None)
     return found
 
 
@@ -124,44 +122,44 @@ def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def verdict(own: list[Row], noise: float | None) -> str:
-    """Whether some plan has at most the peak, the error and, but for noise, the time of each other way."""
-    below, above, untimed = [], [], []
+def verdict(own: list[Row]) -> str:
+    """Which other ways have no smaller peak and error than some plan, and how the times of such plans compare."""
+    plain = next(row for row in own if row["mode"] == "plain")
+    ratios = [float(plain[key]) for key in ("time_least", "time_most") if plain[key]]
+    noise = max((max(ratio, 1 / ratio) - 1 for ratio in ratios), default=0.0)
+    below, times, above = [], {}, []
     for other in own:
-        if other["mode"] in PLANS or other["mode"] == "plain":
+        if other["mode"] in PLANS or other is plain:
             continue
-        fitting = [
-            row
-            for row in own
-            if row["mode"] in PLANS
-            and int(row["peak"]) <= int(other["peak"])
-            and float(row["error"]) <= float(other["error"])
-        ]
-        times = [float(row["time"]) / float(other["time"]) for row in fitting if row["time"] and other["time"]]
-        if times and min(times) <= 1 + (noise or 0.0):
-            below.append(f"{other['mode']} ({min(times):.2f}x of its time)")
-        elif times:
-            above.append(f"{other['mode']}: plans with at most its peak and error take {min(times):.2f}x of its time")
-        elif fitting:
-            untimed.append(other["mode"])
+        near = [row for row in own if row["mode"] in PLANS and int(row["peak"]) <= int(other["peak"])]
+        fitting = [row for row in near if float(row["error"]) <= float(other["error"])]
+        timed = [float(row["time"]) / float(other["time"]) for row in fitting if row["time"] and other["time"]]
+        if fitting:
+            below.append(other["mode"])
+            if timed:
+                times[other["mode"]] = min(timed)
         else:
-            near = [row for row in own if row["mode"] in PLANS and int(row["peak"]) <= int(other["peak"])]
             least = min((float(row["error"]) for row in near), default=None)
-            said = (
-                "no plan has at most its peak" if least is None else f"plans of its peak have an error of {least:.2g}"
-            )
-            above.append(f"{other['mode']}: {said}")
-    said = f"Plans are at or below {_listed(below)}." if below else ""
-    if untimed:
-        said += f" As far as peak and error go, plans are at or below {_listed(untimed)}."
+            said = "no plan has its peak" if least is None else f"plans of its peak have an error of {least:.2g}"
+            above.append(f"{other['mode']} ({said})")
+    parts = [f"In peak and error plans are at or below {_listed(below)}."] if below else []
     if above:
-        said += f" {'They' if said else 'Plans'} are not at or below {'; '.join(above)}."
-    differ = (
-        "These rows were not timed."
-        if noise is None
-        else f"Plain steps of a round differ by up to {100 * noise:.0f} %."
-    )
-    return f"{said} {differ}".strip()
+        parts.append(
+            f"They are not at or below {_listed(above)}." if below else "Plans are not at or below other ways."
+        )
+    if times:
+        shown = _listed([f"{ratio:.2f}x of {mode}" for mode, ratio in times.items()])
+        parts.append(f"The fastest of these plans take {shown}.")
+        parts.append(f"Plain steps of one round differ by up to {100 * noise:.0f} %.")
+        slower = [mode for mode, ratio in times.items() if ratio > 1 + noise]
+        alike = [mode for mode, ratio in times.items() if 1 / (1 + noise) <= ratio <= 1 + noise]
+        if slower:
+            parts.append(f"Plans are slower than {_listed(slower)}.")
+        if alike:
+            parts.append(f"So in time plans are not told apart from {_listed(alike)}.")
+    else:
+        parts.append("These rows were not timed.")
+    return " ".join(parts)
 
 
 def _steps(rows: list[Row]) -> str:
@@ -169,15 +167,13 @@ def _steps(rows: list[Row]) -> str:
         "## Budgets kept\n",
         "Peaks are of the whole step, weights, gradients and batch included, each in its own process; the smallest "
         "budget is that of the plan with a predicted error of at most 0.1. The error is that of the whole gradient, "
-        "over two draws. Times were taken in one process for each network, in rounds of one step of each line, with "
-        "glibc's default allocator: the median of the time beside the plain step that began the round, and in brackets "
-        "the least and the most; that of plain is the last step of a round. Plans that may run blocks again are listed "
-        "where they do; an exact plan does nothing else. Some budgets are the measured peaks of other ways. A plan is "
-        "at or below such a way if its peak, error and time are no larger; its time may be larger by as much as "
-        "the plain steps of a round differ.\n",
+        "over two draws. Times were taken in one process for each network, in three rounds of one step of each line, "
+        "with glibc's default allocator: the fastest step beside the fastest plain one, and in brackets the least and "
+        "the most beside the plain step that began the round. Plans that may run blocks again are listed where they "
+        "do; an exact plan does nothing else. Some budgets are the measured peaks of other ways.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
     ]
-    for name, (own, noise) in _subjects(rows).items():
+    for name, own in _subjects(rows).items():
         plain = next(row for row in own if row["mode"] == "plain")
         lines = []
         for row in own:
@@ -197,14 +193,14 @@ def _steps(rows: list[Row]) -> str:
                 ]
             )
         head = ("", "peak, MiB", "of plain", "predicted", "time", "predicted", "error", "predicted")
-        parts.append(f"### {name}\n\n{_table(head, lines)}\n\n{verdict(own, noise)} {_where(own)}\n")
+        parts.append(f"### {name}\n\n{_table(head, lines)}\n\n{verdict(own)} {_where(own)}\n")
     return "\n".join(parts)
 
 
 def _figure(rows: list[Row]) -> None:
     subjects = _subjects(rows)
     figure, axes = new_figure(2 * len(subjects), (3.1 * 2 * len(subjects), 3.2))
-    for i, (name, (own, _)) in enumerate(subjects.items()):
+    for i, (name, own) in enumerate(subjects.items()):
         plain = next(row for row in own if row["mode"] == "plain")
         for axis, what in ((axes[2 * i], "time"), (axes[2 * i + 1], "error")):
 

@@ -279,6 +279,10 @@ def times(names: list[str], chosen: list[str], run: Run, rounds: int) -> None:
     """
     for name in names:
         rows = [row for row in read(STEPS) if row["subject"] == name and row["mode"] in chosen and not row["time"]]
+        # A plan that was made elsewhere cannot be run here.
+        rows = [row for row in rows if row["mode"] in MODES or run.file(name, row["mode"], row["part"]).exists()]
+        if not rows:
+            continue
         rows.sort(key=lambda row: row["mode"] == "plain")
         steps = [_stepped(name, {"mode": "plain", "part": ""}, run), *(_stepped(name, row, run) for row in rows)]
         taken: list[list[float]] = [[] for _ in steps]

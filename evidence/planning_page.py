@@ -223,7 +223,8 @@ def _figure(rows: list[Row]) -> None:
             axis.set_xlabel("peak, plain = 1")
             if what == "error":
                 axis.set_yscale("log")
-            axis.legend(frameon=False, fontsize=8)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(frameon=False, fontsize=8)
     save(figure, DOCS / "planning.svg")
 
 

@@ -11,6 +11,8 @@ Row = dict[str, str]
 _LINES = dict(zip(PLANS, ("#d1495b", "#00798c", "#8a5a44"), strict=True))
 _OTHER = "#6c757d"
 _MIB = 2**20
+_GREEDY = ("10a923f", "b83fb6e")
+"""Commits whose plans were found greedily; rows of them are replaced once they are measured anew."""
 _TIMES = ("time", "time_least", "time_most")
 
 _HEAD = """# Budget in, plan out
@@ -162,6 +164,11 @@ def verdict(own: list[Row]) -> str:
     return " ".join(parts)
 
 
+def _old(own: list[Row]) -> str:
+    is_old = any(row["mode"] in PLANS and row["commit"] in _GREEDY for row in own)
+    return " These plans were found greedily, as plans were before, and not measured anew." if is_old else ""
+
+
 def _steps(rows: list[Row]) -> str:
     parts = [
         "## Budgets kept\n",
@@ -193,7 +200,7 @@ def _steps(rows: list[Row]) -> str:
                 ]
             )
         head = ("", "peak, MiB", "of plain", "predicted", "time", "predicted", "error", "predicted")
-        parts.append(f"### {name}\n\n{_table(head, lines)}\n\n{verdict(own)} {_where(own)}\n")
+        parts.append(f"### {name}\n\n{_table(head, lines)}\n\n{verdict(own)}{_old(own)} {_where(own)}\n")
     return "\n".join(parts)
 
 

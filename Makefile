@@ -86,6 +86,7 @@ evidence-fidelity: $(EVIDENCE)
 
 evidence-plan: $(EVIDENCE)
 	$(BIN)/python -m evidence.planning steps
+	$(BIN)/python -m evidence.planning times
 	$(BIN)/python -m evidence.planning blocks
 	$(BIN)/python -m evidence.planning fit
 	$(BIN)/python -m evidence.planning products

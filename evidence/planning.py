@@ -1,6 +1,7 @@
 """Plans under budgets, measured: peak, time and gradient error beside what was predicted, and beside other ways.
 
-    python -m evidence.planning steps            rows of real steps, each mode in processes of its own
+    python -m evidence.planning steps            peaks and errors of real steps, each mode in processes of its own
+    python -m evidence.planning times            times of these rows, in rounds beside plain steps; for a quiet machine
     python -m evidence.planning blocks           the smallest peaks with and without checkpoints, computed without data
     python -m evidence.planning fit              the largest batch for 2 GiB, each verified by a real step
     python -m evidence.planning products         what plans would gain by products made again, computed
@@ -18,6 +19,7 @@ import argparse
 import csv
 import functools
 import math
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -36,17 +38,28 @@ from lowtide.planning.checkpoints import candidates
 from lowtide.planning.checkpoints import checkpointed as with_checkpoints
 from lowtide.planning.planner import Problem, budget_for, nbytes_of
 from lowtide.planning.solvers import path
-from lowtide.planning.verifying import verify
+from lowtide.planning.verifying import _stepper, verify
+from lowtide.session.opening import new_session
 
 STEPS, BLOCKS, FITS, SIZES, PRODUCTS = (
     RESULTS / f"{name}.csv" for name in ("planning", "blocks", "fits", "sizes", "products")
 )
-PARTS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.0)
-"""Budgets as parts of the plain peak; 0 stands for the smallest possible."""
 MODES = ("plain", "division", "actnn", "auto", "checkpoint", "save_on_cpu")
-PLANS = {"plan": ("compress", "rebuild"), "plan with checkpoints": ("compress", "rebuild", "checkpoint")}
+PLANS = {
+    "plan": ("compress", "rebuild"),
+    "plan with checkpoints": ("compress", "rebuild", "checkpoint"),
+    "exact plan": ("checkpoint",),
+}
 """What plans may do, by the name of their rows."""
-WAYS = ("plain", "checkpoint", *PLANS)
+PARTS = {
+    "plan": ("auto", 0.8, 0.0, "actnn", 0.6, 0.4, "division"),
+    "plan with checkpoints": (0.8, 0.6, 0.0),
+    "exact plan": ("checkpoint", "save_on_cpu"),
+}
+"""Budgets as parts of the plain peak, or as the measured peaks of other ways; 0 stands for the smallest possible."""
+WAYS = ("plain", "checkpoint", "plan", "plan with checkpoints")
+_TIMES = ("seconds", "time", "time_least", "time_most")
+"""The fastest step, that beside the fastest plain one, and the least and the most of a step beside its round's."""
 ERROR = 0.1
 """The error that a plan may have where the smallest peak is asked for."""
 
@@ -216,69 +229,133 @@ def add(path: Path, row: dict[str, Any]) -> None:
     print(", ".join(f"{k}={v}" for k, v in row.items() if v not in ("", None))[:300], flush=True)
 
 
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def without(path: Path, is_old: Callable[[dict[str, str]], bool]) -> None:
     """Take rows out of a file, before they are measured anew."""
     rows = read(path)
     kept = [row for row in rows if not is_old(row)]
     if len(kept) < len(rows):
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(kept)
+        write(path, kept)
 
 
 def steps(names: list[str], chosen: list[str], run: Run) -> None:
     """Each mode and each plan in processes of its own, one after the other."""
     done = {(row["subject"], row["mode"], row["part"]) for row in read(STEPS)}
     for name in names:
-        subject = SUBJECTS[name]
         for mode in MODES:
-            if mode not in chosen or (name, mode, "") in done or run.is_over():
-                continue
-            model, batch, loss = subject.model(), subject.make(subject.size), subject.loss
-            if mode == "checkpoint":
-                model = checkpointed(model, subject.blocks())
-            elif mode == "save_on_cpu":
-                loss = functools.partial(on_cpu, loss)
-            method = mode if mode in lowtide.methods() else None
-            found = verify(method, model, batch, loss, plain=False, steps=run.steps)
-            add(STEPS, _row(name, mode, "", None, found))
-        wanted = [(p, str(part)) for p in PLANS if p in chosen for part in PARTS if (name, p, str(part)) not in done]
-        if not wanted or run.is_over():
+            if mode in chosen and (name, mode, "") not in done and not run.is_over():
+                _measure(name, mode)
+        wanted = [(p, str(part)) for p in PLANS if p in chosen for part in PARTS[p] if (name, p, str(part)) not in done]
+        if wanted and not run.is_over():
+            _plans(name, wanted, run)
+
+
+def _measure(name: str, mode: str) -> None:
+    model, batch, loss, method = _way(name, mode)
+    add(STEPS, _row(name, mode, "", None, verify(method, model, batch, loss, plain=False, steps=0)))
+
+
+def _way(name: str, mode: str) -> tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor], str | None]:
+    subject = SUBJECTS[name]
+    model, batch, loss = subject.model(), subject.make(subject.size), subject.loss
+    if mode == "checkpoint":
+        model = checkpointed(model, subject.blocks())
+    elif mode == "save_on_cpu":
+        loss = functools.partial(on_cpu, loss)
+    return model, batch, loss, mode if mode in lowtide.methods() else None
+
+
+def times(names: list[str], chosen: list[str], run: Run, rounds: int) -> None:
+    """Times of rows, all in one process: in each round every row has one step, and a plain step comes first and last.
+
+    The speed of the machine changes from second to second, so a time is that of the fastest step beside that of the
+    fastest plain step that ends a round. Ratios to the plain step that begins it tell how much single steps differ.
+    """
+    for name in names:
+        rows = [row for row in read(STEPS) if row["subject"] == name and row["mode"] in chosen and not row["time"]]
+        # A plan that was made elsewhere cannot be run here.
+        rows = [row for row in rows if row["mode"] in MODES or run.file(name, row["mode"], row["part"]).exists()]
+        if not rows:
             continue
-        model, batch = subject.model(), subject.make(subject.size)
-        profile = run.profile(name, model, batch)
-        for mode, part in wanted:
-            allow = PLANS[mode]
-            smallest = lowtide.plan(profile, error=ERROR, allow=allow).predicted
-            assert smallest is not None
-            budget = max(int(float(part) * profile.peak), budget_for(smallest.peak))
-            if 0 < float(part) * profile.peak < budget:
-                continue
-            plan = lowtide.plan(profile, budget, allow=allow)
-            if run.is_over() or ("checkpoint" in allow and not plan.checkpoints):  # then it is a plan without them
-                continue
-            found = verify(plan, model, batch, subject.loss, plain=False, steps=run.steps)
-            add(STEPS, _row(name, mode, part, plan, found) | {"plain_predicted": profile.peak, "budget": budget})
+        rows.sort(key=lambda row: row["mode"] == "plain")
+        steps = [_stepped(name, {"mode": "plain", "part": ""}, run), *(_stepped(name, row, run) for row in rows)]
+        taken: list[list[float]] = [[] for _ in steps]
+        for _ in range(rounds):
+            for step, seconds in zip(steps, taken, strict=True):
+                began = time.perf_counter()
+                step()
+                seconds.append(time.perf_counter() - began)
+        every = read(STEPS)
+        plain = min(taken[-1] if rows[-1]["mode"] == "plain" else taken[0])
+        for row, seconds in zip(rows, taken[1:], strict=True):
+            ratios = [own / first for own, first in zip(seconds, taken[0], strict=True)]
+            found = (min(seconds), min(seconds) / plain, min(ratios), max(ratios))
+            every[every.index(row)].update(zip(_TIMES, (f"{value:.4f}" for value in found), strict=True))
+            print(name, row["mode"], row["part"], *(f"{value:.3f}" for value in found), flush=True)
+        write(STEPS, every)
+
+
+def _stepped(name: str, row: dict[str, str], run: Run) -> Callable[[], None]:
+    """A step of a row, warmed up."""
+    model, batch, loss, method = _way(name, row["mode"])
+    is_plan = row["mode"] in PLANS
+    plan = lowtide.BudgetPlan.load(run.file(name, row["mode"], row["part"])) if is_plan else method
+    session = None if plan is None else new_session(model, plan, {})
+    return _stepper(model, lambda: loss(model, batch), session)
+
+
+def _plans(name: str, wanted: list[tuple[str, str]], run: Run) -> None:
+    subject = SUBJECTS[name]
+    model, batch = subject.model(), subject.make(subject.size)
+    profile = run.profile(name, model, batch)
+    others = {row["mode"]: int(row["peak"]) for row in read(STEPS) if row["subject"] == name}
+    smallest = {mode: run.smallest(profile, mode) for mode in dict.fromkeys(mode for mode, _ in wanted)}
+    for mode, part in wanted:
+        allow, least = PLANS[mode], smallest[mode]
+        asked = others.get(part, 0) if part in MODES else int(float(part) * profile.peak)
+        if run.is_over() or 0 < asked < least or (part in MODES and not asked):
+            continue
+        plan = lowtide.plan(profile, max(asked, least), allow=allow)
+        if mode == "plan with checkpoints" and not plan.checkpoints:  # then it is a plan without them
+            continue
+        plan.save(run.file(name, mode, part))
+        found = verify(plan, model, batch, subject.loss, plain=False, steps=0)
+        row = {"plain_predicted": profile.peak, "budget": max(asked, least)}
+        add(STEPS, _row(name, mode, part, plan, found) | row)
 
 
 class Run:
-    """How rows are measured: with so many timed steps, until when, and with profiles that are kept in a folder."""
+    """Until when rows are measured, and the folder in which profiles and plans are kept."""
 
-    def __init__(self, steps: int, minutes: float, folder: Path | None) -> None:
-        self.steps, self.end, self.folder = steps, time.monotonic() + 60 * minutes, folder
+    def __init__(self, minutes: float, folder: Path) -> None:
+        self.end, self.folder = time.monotonic() + 60 * minutes, folder
+
+    def file(self, *names: str) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder / f"{'-'.join(names).replace(',', '').replace(' ', '_')}.json"
 
     def is_over(self) -> bool:
         return time.monotonic() > self.end
 
+    def smallest(self, profile: lowtide.Profile, mode: str) -> int:
+        """The smallest budget of a plan with an error of at most so much."""
+        predicted = lowtide.plan(profile, error=ERROR, allow=PLANS[mode]).predicted
+        assert predicted is not None
+        return budget_for(predicted.peak)
+
     def profile(self, name: str, model: nn.Module, batch: Any) -> lowtide.Profile:
-        file = None if self.folder is None else self.folder / f"{name.split(',')[0].replace(' ', '_')}.json"
-        if file is not None and file.exists():
+        file = self.file(name)
+        if file.exists():
             return lowtide.Profile.load(file)
         loss = SUBJECTS[name].loss
         made = lowtide.profile(model, batch, loss, measure=loss is not autocast)
-        if file is not None:
-            made.save(file)
+        made.save(file)
         return made
 
 
@@ -290,12 +367,12 @@ def _row(name: str, mode: str, part: str, plan: lowtide.BudgetPlan | None, found
         "part": part,
         "budget": "",
         "peak": found.peak,
-        "seconds": "" if math.isnan(found.seconds) else round(found.seconds, 4),
         "error": f"{found.error:.4g}",
         "predicted_peak": "" if expected is None else expected.peak,
         "predicted_error": "" if expected is None else f"{expected.error:.4g}",
         "predicted_slowdown": "" if expected is None else f"{expected.slowdown or 0:.4g}",
         "plain_predicted": "",
+        **dict.fromkeys(_TIMES, ""),
     }
 
 
@@ -314,7 +391,7 @@ def blocks(names: list[str]) -> None:
             "plain": profile.peak,
             "checkpoint": with_checkpoints(profile, parts).peak,
         }
-        for allow in (*PLANS.values(), ("checkpoint",)):
+        for allow in PLANS.values():
             key = "checkpoint_least" if allow == ("checkpoint",) else "+".join(allow)
             row[key] = min(s.peak for p in Problem.all(profile, allow) for s in path(p.base, p.items))
         add(BLOCKS, row)
@@ -353,21 +430,24 @@ def fits(names: list[str], chosen: list[str], budget: str = "2 GiB") -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["steps", "blocks", "fit", "products", "sizes", "page"])
+    parser.add_argument("what", choices=["steps", "times", "blocks", "fit", "products", "sizes", "page"])
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     rows = [*MODES, *PLANS]
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, help="those of steps and fit")
-    parser.add_argument("--untimed", action="store_true", help="peaks and errors of steps alone, on a busy machine")
+    parser.add_argument("--rounds", type=int, default=3, help="of times")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row of steps after so many")
-    parser.add_argument("--profiles", type=Path, help="a folder in which profiles of steps are kept for another time")
+    folder = Path(tempfile.gettempdir()) / "lowtide-planning"
+    parser.add_argument("--profiles", type=Path, default=folder, help="a folder for profiles and plans")
     parser.add_argument("--again", action="store_true", help="measure these rows anew")
     arguments = parser.parse_args()
-    names, chosen = arguments.subjects, arguments.rows
+    names, chosen, run = arguments.subjects, arguments.rows, Run(arguments.minutes, arguments.profiles)
     if arguments.again and arguments.what in ("steps", "fit"):
         file, key = (STEPS, "mode") if arguments.what == "steps" else (FITS, "way")
         without(file, lambda row: row["subject"] in names and row[key] in chosen)
     if arguments.what == "steps":
-        steps(names, chosen, Run(0 if arguments.untimed else 3, arguments.minutes, arguments.profiles))
+        steps(names, chosen, run)
+    elif arguments.what == "times":
+        times(names, chosen, run, arguments.rounds)
     elif arguments.what == "blocks":
         blocks(names)
     elif arguments.what == "fit":
@@ -375,7 +455,7 @@ def main() -> None:
     elif arguments.what == "products":
         from evidence.planning_products import products
 
-        products([name for name in names if name in TRANSFORMERS], Run(0, math.inf, arguments.profiles))
+        products([name for name in names if name in TRANSFORMERS], run)
     elif arguments.what == "sizes":
         from evidence.planning_sizes import sizes
 

@@ -8,9 +8,12 @@ from benchmarks.chart import COLORS, DOCS, new_figure, save
 from evidence.planning import BLOCKS, FITS, MODES, PLANS, SIZES, STEPS, read
 
 Row = dict[str, str]
-_LINES = dict(zip(PLANS, ("#d1495b", "#00798c"), strict=True))
+_LINES = dict(zip(PLANS, ("#d1495b", "#00798c", "#8a5a44"), strict=True))
 _OTHER = "#6c757d"
 _MIB = 2**20
+_GREEDY = ("10a923f", "b83fb6e")
+"""Commits whose plans were found greedily; rows of them are replaced once they are measured anew."""
+_TIMES = ("time", "time_least", "time_most")
 
 _HEAD = """# Budget in, plan out
 
@@ -52,9 +55,18 @@ The cost of a choice is the noise that it adds to every weight's gradient and to
 (`docs/methods.md`), and its time on this machine: that of its codec, and that of page faults, because each read of a
 stored tensor takes memory that a kept one has. Faults are measured with the allocator that the process has. With the
 default of glibc they are most of the time that a plan adds; after `lowtide.tune_cpu_allocator()` there are hardly any,
-so tune before you plan. A tenth of a step's time counts as much as an error of a tenth. The solver walks from the plain
-step downwards: at the highest moment it takes the change that costs least for each byte, until the budget is met. This
-path does not depend on the budget, so a larger budget never costs more.
+so tune before you plan. A tenth of a step's time counts as much as an error of a tenth.
+
+Three solvers take the same numbers. `"greedy"` walks from the plain step downwards: at the highest moment it takes the
+change that costs least for each byte, until the budget is met. This path does not depend on the budget, so a larger
+budget never costs more. `"lagrangian"`, which plans use unless told otherwise, begins with that and lets the bytes of
+each moment have a price. It never costs more than `"greedy"`, and near the smallest peak far less, but it may cost a
+little more for a slightly larger budget. `"exact"` is for a dozen tensors. All of them also know what `auto` would
+choose with 2, 3, 4 and 6 bits a value, judged by the same peak, time and error, so no plan costs more than those of
+these that fit the budget. What codes of log-probabilities add to the error is not measured, and counts as nothing.
+
+A ReLU whose result is stored reads packed bits in backward, and takes no memory for a mask. What is on its way to host
+memory, or fetched before it is read, counts with as much as a session allows: 256 MiB, or one tensor.
 
 ## Blocks that run again
 
@@ -98,23 +110,82 @@ def _where(rows: list[Row]) -> str:
     return f"Machine: {'; '.join(named)}. Commit {', '.join(commits)}."
 
 
+def _subjects(rows: list[Row]) -> dict[str, list[Row]]:
+    """For each network its rows, in the order of the tables."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["subject"], []).append(row)
+    for own in found.values():
+        own.sort(key=lambda row: ([*MODES, *PLANS].index(row["mode"]), -int(row["budget"] or 0)))
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def verdict(own: list[Row]) -> str:
+    """Which other ways have no smaller peak and error than some plan, and how the times of such plans compare."""
+    plain = next(row for row in own if row["mode"] == "plain")
+    ratios = [float(plain[key]) for key in ("time_least", "time_most") if plain[key]]
+    noise = max((max(ratio, 1 / ratio) - 1 for ratio in ratios), default=0.0)
+    below, times, above = [], {}, []
+    for other in own:
+        if other["mode"] in PLANS or other is plain:
+            continue
+        near = [row for row in own if row["mode"] in PLANS and int(row["peak"]) <= int(other["peak"])]
+        fitting = [row for row in near if float(row["error"]) <= float(other["error"])]
+        timed = [float(row["time"]) / float(other["time"]) for row in fitting if row["time"] and other["time"]]
+        if fitting:
+            below.append(other["mode"])
+            if timed:
+                times[other["mode"]] = min(timed)
+        else:
+            least = min((float(row["error"]) for row in near), default=None)
+            said = "no plan has its peak" if least is None else f"plans of its peak have an error of {least:.2g}"
+            above.append(f"{other['mode']} ({said})")
+    parts = [f"In peak and error plans are at or below {_listed(below)}."] if below else []
+    if above:
+        parts.append(
+            f"They are not at or below {_listed(above)}." if below else "Plans are not at or below other ways."
+        )
+    if times:
+        shown = _listed([f"{ratio:.2f}x of {mode}" for mode, ratio in times.items()])
+        parts.append(f"The fastest of these plans take {shown}.")
+        parts.append(f"Plain steps of one round differ by up to {100 * noise:.0f} %.")
+        slower = [mode for mode, ratio in times.items() if ratio > 1 + noise]
+        alike = [mode for mode, ratio in times.items() if 1 / (1 + noise) <= ratio <= 1 + noise]
+        if slower:
+            parts.append(f"Plans are slower than {_listed(slower)}.")
+        if alike:
+            parts.append(f"So in time plans are not told apart from {_listed(alike)}.")
+    else:
+        parts.append("These rows were not timed.")
+    return " ".join(parts)
+
+
+def _old(own: list[Row]) -> str:
+    is_old = any(row["mode"] in PLANS and row["commit"] in _GREEDY for row in own)
+    return " These plans were found greedily, as plans were before, and not measured anew." if is_old else ""
+
+
 def _steps(rows: list[Row]) -> str:
     parts = [
         "## Budgets kept\n",
-        "Each line is a process of its own; peaks are of the whole step, weights, gradients and batch included, and "
-        "the smallest budget is that of the plan with a predicted error of at most 0.1. Time is the fastest of three "
-        "steps beside plain's, with glibc's default allocator; where it says one thread it is that of the processor, "
-        "because others used the machine, and without a time only peak and error were measured. The error is that of "
-        "the whole gradient, over two draws. Plans that may run blocks again are listed where they do.\n",
+        "Peaks are of the whole step, weights, gradients and batch included, each in its own process; the smallest "
+        "budget is that of the plan with a predicted error of at most 0.1. The error is that of the whole gradient, "
+        "over two draws. Times were taken in one process for each network, in three rounds of one step of each line, "
+        "with glibc's default allocator: the fastest step beside the fastest plain one, and in brackets the least and "
+        "the most beside the plain step that began the round. Plans that may run blocks again are listed where they "
+        "do; an exact plan does nothing else. Some budgets are the measured peaks of other ways.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
     ]
-    for name in dict.fromkeys(row["subject"] for row in rows):
-        own = [row for row in rows if row["subject"] == name]
-        own.sort(key=lambda row: ([*MODES, *PLANS].index(row["mode"]), -int(row["budget"] or 0)))
+    for name, own in _subjects(rows).items():
         plain = next(row for row in own if row["mode"] == "plain")
         lines = []
         for row in own:
             budget = f"{row['mode']} for {_mib(row['budget'])}" if row["mode"] in PLANS else row["mode"]
+            budget += f" ({row['part']}'s)" if row["part"] in MODES else ""
             off = float(row["peak"]) / float(row["predicted_peak"]) if row["predicted_peak"] else None
             lines.append(
                 [
@@ -122,30 +193,29 @@ def _steps(rows: list[Row]) -> str:
                     _mib(row["peak"]),
                     f"{float(row['peak']) / float(plain['peak']):.2f}x",
                     "" if off is None else f"{_mib(row['predicted_peak'])} ({100 * (off - 1):+.1f} %)",
-                    f"{float(row['seconds']) / float(plain['seconds']):.2f}x" if row["seconds"] else "",
+                    "{:.2f}x ({:.2f} to {:.2f})".format(*(float(row[k]) for k in _TIMES)) if row["time"] else "",
                     f"{float(row['predicted_slowdown']):.2f}x" if row["predicted_slowdown"] else "",
                     "exact" if float(row["error"]) == 0 else f"{float(row['error']):.2g}",
                     f"{float(row['predicted_error']):.2g}" if row["predicted_error"] else "",
                 ]
             )
         head = ("", "peak, MiB", "of plain", "predicted", "time", "predicted", "error", "predicted")
-        parts.append(f"### {name}\n\n{_table(head, lines)}\n")
-    return "\n".join([*parts, _where(rows), ""])
+        parts.append(f"### {name}\n\n{_table(head, lines)}\n\n{verdict(own)}{_old(own)} {_where(own)}\n")
+    return "\n".join(parts)
 
 
 def _figure(rows: list[Row]) -> None:
-    names = list(dict.fromkeys(row["subject"] for row in rows))
-    figure, axes = new_figure(2 * len(names), (3.1 * 2 * len(names), 3.2))
-    for i, name in enumerate(names):
-        own = [row for row in rows if row["subject"] == name]
+    subjects = _subjects(rows)
+    figure, axes = new_figure(2 * len(subjects), (3.1 * 2 * len(subjects), 3.2))
+    for i, (name, own) in enumerate(subjects.items()):
         plain = next(row for row in own if row["mode"] == "plain")
         for axis, what in ((axes[2 * i], "time"), (axes[2 * i + 1], "error")):
 
             def place(row: Row, what: str = what, plain: Row = plain) -> tuple[float, float]:
-                y = float(row["error"]) if what == "error" else float(row["seconds"]) / float(plain["seconds"])
+                y = float(row[what])
                 return float(row["peak"]) / float(plain["peak"]), y
 
-            shown = [row for row in own if row["seconds"] or what == "error"]
+            shown = [row for row in own if row[what]]
             for row in shown:
                 x, y = place(row)
                 if row["mode"] in PLANS or (what == "error" and y == 0):
@@ -153,14 +223,15 @@ def _figure(rows: list[Row]) -> None:
                 axis.plot(x, y, "o", color=COLORS.get(row["mode"], _OTHER))
                 axis.annotate(row["mode"], (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7.5)
             for mode, color in _LINES.items():
-                plans = sorted(place(row) for row in shown if row["mode"] == mode)
+                plans = sorted(place(row) for row in shown if row["mode"] == mode and (what == "time" or place(row)[1]))
                 if plans:
                     axis.plot(*zip(*plans, strict=True), "D-", color=color, markersize=4, label=mode)
             axis.set_title(f"{name}\n{'time of a step, plain = 1' if what == 'time' else 'gradient error'}", fontsize=9)
             axis.set_xlabel("peak, plain = 1")
             if what == "error":
                 axis.set_yscale("log")
-            axis.legend(frameon=False, fontsize=8)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(frameon=False, fontsize=8)
     save(figure, DOCS / "planning.svg")
 
 

@@ -60,7 +60,7 @@ def _with_products(problem: Problem, linear: dict[str, nn.Linear]) -> tuple[list
         weight = linear[maker].weight.detach()
         gain = float(weight.square().sum() / weight.shape[0])
         sources[i] = [(source, gain)]
-        seconds = len(saved.reads) * shares[maker] * profile.step_seconds
+        seconds = len(saved.decodings) * shares[maker] * profile.step_seconds
         items[i] = items[i]._replace(rebuilt_seconds=seconds)
         nbytes += saved.nbytes
     order: list[int] = []

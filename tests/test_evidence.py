@@ -336,3 +336,29 @@ def test_what_plain_pytorch_keeps_is_counted_without_weights_and_batch():
     x, y = torch.randn(5, 8), torch.randint(4, (5,))
     case = zoo.Case(model, lambda change: nn.functional.cross_entropy(model(x), y))
     assert coverage.saved_by_plain(case) == 4 * (5 * 16 + 5 * 4 + 1)
+
+
+def test_a_frontier_is_judged_by_peak_time_and_error():
+    from evidence.planning_page import verdict
+
+    def row(mode: str, peak: int, time: float | str, error: float) -> dict[str, str]:
+        return {"mode": mode, "peak": str(peak), "time": str(time), "error": str(error)}
+
+    plain = row("plain", 100, 1.0, 0) | {"time_least": "0.9", "time_most": "1.2"}
+    auto = row("auto", 50, 1.2, 0.01)
+
+    def said(*plan: float | str) -> str:
+        return verdict([plain, auto, row("plan", *plan)])
+
+    below = "In peak and error plans are at or below auto."
+    assert said(50, 1.2, 0.01) == (
+        f"{below} The fastest of these plans take 1.00x of auto. "
+        "Plain steps of one round differ by up to 20 %. So in time plans are not told apart from auto."
+    )
+    assert said(49, 1.8, 0.005).endswith("up to 20 %. Plans are slower than auto.")
+    assert said(50, "", 0.0) == f"{below} These rows were not timed."
+    assert said(49, 1.0, 0.02).startswith("Plans are not at or below other ways")
+    both = verdict([plain, auto, row("checkpoint", 60, 1.3, 0), row("plan", 50, 1.2, 0.01)])
+    assert "They are not at or below checkpoint (plans of its peak have an error of 0.01)." in both
+    both = verdict([plain, auto, row("actnn", 40, 1.3, 0.5), row("plan", 50, 1.2, 0.01)])
+    assert "They are not at or below actnn (no plan has its peak)." in both

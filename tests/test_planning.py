@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.codecs import Cast, GroupQuant
 from lowtide.planning import fitting, planner
 from lowtide.planning.planner import Problem, budget_for, nbytes_of, usable
 from lowtide.planning.profiling import digest
 from lowtide.planning.recorder import Recorder
-from lowtide.planning.solvers import KEEP, evaluate, path
+from lowtide.planning.solvers import KEEP, REBUILD, Item, evaluate, path
 from lowtide.planning.verifying import Verification, verify
+from lowtide.policy.choice import Choice
+from lowtide.session.opening import new_session
 from zoo import ZOO
 
 MIB = 2**20
@@ -263,7 +267,7 @@ def test_less_memory_costs_more(measured):
     profile = measured[2]
     costs = []
     for part in np.linspace(1.0, 0.4, 13):
-        predicted = lowtide.plan(profile, int(part * profile.peak)).predicted
+        predicted = lowtide.plan(profile, int(part * profile.peak), solver="greedy").predicted
         costs.append(predicted.error)
     assert costs == sorted(costs)
 
@@ -278,12 +282,103 @@ def test_each_read_of_a_stored_tensor_costs_the_faults_of_its_bytes(measured, mo
         picks = path(problem.base, problem.items)[-1].picks  # without a price the path does not depend on seconds
         found[seconds] = evaluate(problem.base, problem.items, picks).seconds
     read = [
-        len(saved.reads) * saved.nbytes
+        len(saved.decodings) * saved.nbytes
         for saved, pick in zip(profile.saved, picks, strict=True)
         if saved.has_values and pick != KEEP
     ]
     assert len(read) > 4
     assert found[1e-6] - found[0.0] == pytest.approx(1e-6 * sum(read), rel=1e-9)
+
+
+def test_what_auto_chooses_is_known_to_every_plan(measured):
+    """The same bits for the same tensors, and a plan for the peak of that is no worse."""
+    model, batch, profile = measured
+    session = new_session(model, "auto", {})
+    session.gradients(lambda: loss(model, batch), 1)
+    session.gradients(lambda: loss(model, batch), 2)
+    chosen = session.plan().choices
+    problem = Problem.of(profile, ("compress", "rebuild"))
+    assert len(problem.known) > 1
+    picks = problem.divided(3)
+    differ = 0
+    for saved, options, pick in zip(profile.saved, problem.choices, picks, strict=True):
+        if saved.has_values:
+            own = Choice.keep() if pick == KEEP else Choice.rebuild() if pick == REBUILD else options[pick]
+            differ += own != chosen[saved.sites[0]]
+    assert differ <= 1  # rounding of the budget to whole bytes
+    for solver in ("greedy", "lagrangian"):
+        for bits in (2, 3, 4, 6):
+            theirs = evaluate(problem.base, problem.items, problem.divided(bits), problem.price)
+            plan = lowtide.plan(profile, budget_for(theirs.peak), solver=solver)
+            mine = plan.predicted
+            assert mine.peak <= theirs.peak
+            cost = problem.under_peak(theirs.peak, solver).cost
+            assert cost <= theirs.cost
+            assert mine.added_seconds * problem.price <= theirs.cost
+
+
+def test_chains_that_are_too_long_for_a_solver_are_cut():
+    """Seven tensors are free to rebuild: two of three others each, and one of those two."""
+    stored = Choice.store(GroupQuant(bits=8)), Choice.store(Cast("bfloat16"))
+    plain = Item(4000, 0, 1, 3, (), nbytes=(1000, 2000), error=(1e-3, 1e-6), seconds=(0.0, 0.0))
+    links = [[], [], [], [], [], [], [0, 1, 2], [3, 4, 5], [6, 7]]
+    items = [plain._replace(sources=tuple((j, 0.0) for j in those)) for those in links]
+    profile = SimpleNamespace(saved=[SimpleNamespace(shape=(1000,))] * len(items))
+    problem = Problem(profile, [0] * 4, items, [stored] * len(items), 0.0, profile)
+    picks = problem.divided(8)
+    assert picks[6:] == [REBUILD, REBUILD, 1]
+    assert evaluate(problem.base, items, picks).peak > 0  # which refuses what is made from too many
+
+
+def test_the_slow_solver_is_at_least_as_good(measured):
+    profile = measured[2]
+    problem = Problem.of(profile, ("compress", "rebuild"))
+    least = path(problem.base, problem.items, price=problem.price)[-1].peak
+    for part in (0.9, 0.7, 0.5):
+        limit = int(least + part * (profile.peak - least))
+        greedy, slow = (problem.under_peak(limit, solver) for solver in ("greedy", "lagrangian"))
+        assert slow.cost <= greedy.cost
+    for error in (0.3, 0.03, 0.003):
+        greedy, slow = (lowtide.plan(profile, error=error, solver=s).predicted for s in ("greedy", "lagrangian"))
+        assert slow.peak <= greedy.peak
+        assert max(slow.error, greedy.error) <= error
+
+
+def test_a_relu_that_reads_bits_takes_no_memory_for_a_mask(measured):
+    profile = measured[2]
+    rectified = [s for s in profile.saved if any(site.op == "Relu" for site in s.sites)]
+    assert len(rectified) == 4
+    problem = Problem.of(profile, ("compress", "rebuild"))
+    for saved in rectified:
+        assert len(saved.bit_reads) == 1
+        assert len(saved.decodings) == len(saved.reads) - 1
+        item = problem.items[profile.saved.index(saved)]
+        (read,) = saved.bit_reads
+        assert not any(first <= read[0] <= last for first, last in item.windows)
+
+
+def test_bytes_on_their_way_to_the_host_count():
+    """At most those of one tensor, of all of them, or as many as a session lets be in flight."""
+    model, batch = net(), images()
+    profile = lowtide.profile(model, batch, loss, fake=True, device="cuda")
+    total = sum(s.nbytes for s in profile.saved if s.has_values)
+    problem = Problem.of(profile, ("offload",))
+    rows = [i for i, item in enumerate(problem.items) if item.may_keep]
+    all_sent = [0] * len(problem.items)
+    levels = problem.levels(all_sent)
+    for limit, more in (
+        (planner.IN_FLIGHT, total),
+        (total // 2, total // 2),
+        (1, max(s.nbytes for s in profile.saved)),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planner, "IN_FLIGHT", limit)
+            bounded = Problem.of(profile, ("offload",))
+        assert rows
+        assert bounded.levels(all_sent).max() - levels.max() == more - total
+    # A plan that may send and does not has nothing in flight.
+    kept = lowtide.plan(profile, 2 * profile.peak, allow=("compress", "offload"))
+    assert kept.predicted.peak <= profile.peak
 
 
 def test_everything_is_kept_where_it_fits(measured):

@@ -254,6 +254,20 @@ def test_exact_is_the_best_where_greedy_is_not(seed):
         assert solve(base, items, limit, price=0.3, solver="exact").cost == pytest.approx(best)
 
 
+def test_what_is_known_is_taken_where_it_is_better():
+    better = 0
+    for seed in range(20):
+        base, items = random_problem(random.Random(seed), 4, sources=0.7)
+        limit = limit_at(base, items, 0.2)
+        best, greedy = (solve(base, items, limit, price=0.3, solver=solver) for solver in ("exact", "greedy"))
+        better += best.cost < greedy.cost
+        for solver in ("greedy", "lagrangian"):
+            found = solve(base, items, limit, price=0.3, solver=solver, known=[best.picks])
+            assert close(found.cost, best.cost)
+            assert found.peak <= limit
+    assert better > 5
+
+
 @pytest.mark.parametrize("seed", [11, 283, 367, 562])
 def test_the_least_peak_is_exact_where_the_first_that_is_tried_is_not(seed):
     base, items = wild_problem(random.Random(seed))
@@ -310,6 +324,32 @@ def test_greedy_costs_no_more_for_a_higher_limit(problem, price):
     costs = [solve(base, items, limit, price=price).cost for limit in limits]
     assert costs == sorted(costs, reverse=True)
     assert solve(base, items, math.inf, price=price).cost == costs[-1] == states[0].cost
+
+
+@settings(deadline=None, max_examples=120)
+@given(problems(finite=False), numbers, st.sampled_from(["greedy", "lagrangian"]), st.data())
+def test_no_solver_costs_more_than_what_is_known(problem, price, solver, data):
+    base, items = problem
+    known = data.draw(st.lists(st.sampled_from(all_picks(items)), max_size=3))
+    costs = []
+    for part in (-0.1, 0.0, 0.3, 0.7, 1.0):
+        limit = limit_at(base, items, part)
+        found = attempt(base, items, limit, price=price, solver=solver, known=known)
+        theirs = [evaluate(base, items, picks, price) for picks in known]
+        if isinstance(found, int):
+            assert found > limit
+            assert all(other.peak >= found for other in theirs)
+            continue
+        assert found.peak <= limit
+        assert all(found.cost <= other.cost for other in theirs if other.peak <= limit)
+        costs.append(found.cost)
+    assert solver == "lagrangian" or costs == sorted(costs, reverse=True)
+
+
+def test_what_is_known_is_checked():
+    item = Item(100, 0, 1, 3, (), nbytes=(50,), error=(1.0,), seconds=(0.0,))
+    with pytest.raises(ValueError, match="item 0 has the picks"):
+        solve([0] * 4, [item], 90, known=[(3,)])
 
 
 @settings(deadline=None, max_examples=120)

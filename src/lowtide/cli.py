@@ -205,7 +205,7 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         help="modules that may run again in backward, such as 'layers.*' (members of a Sequential or ModuleList that "
         "have modules inside); goes with --allow checkpoint",
     )
-    command.add_argument("--solver", choices=SOLVERS, help="how a plan is found (greedy)")
+    command.add_argument("--solver", choices=SOLVERS, help="how a plan is found (lagrangian)")
 
 
 def _add_step(command: argparse.ArgumentParser) -> None:

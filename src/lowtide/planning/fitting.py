@@ -59,7 +59,7 @@ def fit(
     method: str = "plan",
     allow: Iterable[str] = ("compress", "rebuild"),
     blocks: str | Iterable[str] = (),
-    solver: str = "greedy",
+    solver: str = "lagrangian",
     optimizer: torch.optim.Optimizer | None = None,
     most: int = _MOST,
     measure: bool = True,

@@ -16,7 +16,7 @@ from ..policy.choice import Choice
 from ..policy.methods import Method
 from ..policy.policy import Policy
 from ..policy.use import Use
-from ..session.handles import Handle, Recast, Reference, Remade, Shape
+from ..session.handles import SIGN, Handle, Recast, Reference, Remade, Shape
 from ..session.replay import leaves_of
 from ..session.session import Session
 from .recorder import SAVED, TRANSIENT, Live, Recorder
@@ -49,6 +49,8 @@ class Seen:
     sealed: int
     reads: list[list[int]]
     """The first and the last moment of each time that backward reads it."""
+    bit_reads: list[list[int]] = dataclasses.field(default_factory=list)
+    """Those of them that take packed bits, had it been stored, so that nothing is decoded."""
     transient: bool = True
     """Does backward need memory of its size to read it, had it been stored?"""
 
@@ -66,6 +68,7 @@ class ObservedSession(Session):
         self._recorder = recorder
         self._anchors: dict[int, weakref.WeakSet[_Anchor]] = {}
         self._reads: dict[Site, list[list[int]]] = {}
+        self._takes_bits: dict[Site, TensorMeta] = {}
         self._unsealed: list[weakref.ref[_Anchor]] = []
 
     def where(self) -> str:
@@ -99,6 +102,8 @@ class ObservedSession(Session):
         self._reads[slot.site] = reads
         slot.watch_end(lambda: self._end(reads))
         if isinstance(light, Reference):
+            if light.twin and light.lossless == SIGN:
+                self._takes_bits[slot.site] = light.meta
             return light, lambda kept: self._read(reads, super(ObservedSession, self)._unpack(kept))
         anchor = _Anchor(slot, isinstance(light, (Recast, Remade)))
         identity = capture.storage_id(slot.storage)
@@ -168,7 +173,7 @@ class ObservedSession(Session):
         reads = self._reads[anchor.site]
         seen = Seen(
             *(block, (anchor.site,), TensorMeta.of(anchor.tensor), None, 0, 0, False),
-            *(self._recorder.tick(), reads, anchor.is_cast),
+            *(self._recorder.tick(), reads, [], anchor.is_cast),
         )
         self.seen.append(seen)
 
@@ -202,6 +207,8 @@ class ObservedSession(Session):
         for seen in self.seen:
             if not seen.reads:
                 seen.reads = sorted(read for site in seen.sites for read in self._reads.get(site, ()))
+                bits = [site for site in seen.sites if self._takes_bits.get(site) == seen.meta]
+                seen.bit_reads = sorted(read for site in bits for read in self._reads.get(site, ()))
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -17,12 +18,14 @@ from ..codecs import Codec
 from ..machine.costs import codec_seconds, file_seconds, fresh_seconds
 from ..policy.choice import Choice
 from ..policy.plan import Plan, named
+from ..policy.solve import assign
 from ..report import size
+from ..session.offload import IN_FLIGHT
 from ..verify.check import LossFn
 from . import verifying
 from .checkpoints import candidates, checkpointed, selections, share_of
 from .profiling import Part, Profile, Saved, digest
-from .solvers import KEEP, REBUILD, InfeasibleError, Item, Solution, evaluate, level, path, solve
+from .solvers import KEEP, MOST, REBUILD, InfeasibleError, Item, Solution, evaluate, level, path, solve
 
 ALLOWED = ("compress", "rebuild", "offload", "checkpoint")
 """What a plan may do with a tensor, besides keeping it; with "checkpoint" whole modules run again in backward."""
@@ -35,6 +38,10 @@ _TRADE = 0.2
 ``2 * 0.1**2``, because noise counts beside each gradient and beside the whole."""
 
 
+_REFINED = 3
+"""So many sets of checkpoints, the best by the fast solver, are solved by the slow one."""
+_DIVIDED = (2, 3, 4, 6)
+"""Bits a value for which what ``auto`` would choose is known to every solver; 3 are its own."""
 _RESERVE = 128
 """One part in so many of a budget is left free: small objects and rounding to pages."""
 
@@ -192,7 +199,7 @@ def plan(
     error: float | None = None,
     allow: Iterable[str] = ("compress", "rebuild"),
     blocks: str | Iterable[str] = (),
-    solver: str = "greedy",
+    solver: str = "lagrangian",
 ) -> BudgetPlan:
     """Choose what happens to each saved tensor, so that one limit is met at the least error and time.
 
@@ -202,8 +209,8 @@ def plan(
     tensor: ``"compress"`` it, ``"rebuild"`` it from others that are stored, ``"offload"`` it to host memory, or on a
     CPU to a file. With ``"checkpoint"`` whole blocks may run again in backward, which changes no gradient: members of
     a Sequential or a ModuleList that have modules inside, or those that ``blocks`` names, patterns of module paths such
-    as ``"layers.*.mlp"``. That goes with ``budget`` and ``error``. ``solver`` is "greedy", "lagrangian" (slower, at
-    least as good) or "exact" (a dozen tensors at most).
+    as ``"layers.*.mlp"``. That goes with ``budget`` and ``error``. ``solver`` is "lagrangian", "greedy" (faster,
+    at most as good, and its cost never rises with the budget) or "exact" (a dozen tensors at most).
 
     The peak is that of a model of the step: what is still in full in the forward, what is encoded, decoded and released
     in backward, gradients, and the memory inside operators if the profile has it. Raises :class:`BudgetError` if the
@@ -240,28 +247,33 @@ def plan(
     problems = Problem.all(profile, allowed, blocks)
     text = {"budget": f"budget {size(int(wanted))}" if name == "budget" else "", "ratio": f"{wanted:g}x fewer bytes"}
     text |= {"bits": f"{wanted:g} bits a value", "error": f"error {wanted:g}"}
-    best: tuple[float, Problem, Solution] | None = None
     refused: list[tuple[int, Problem, InfeasibleError]] = []
+
+    def solved(problem: Problem, solver: str) -> tuple[float, Problem, Solution]:
+        if name == "budget":
+            found = problem.under_peak(usable(int(wanted)), solver)
+            return found.cost + problem.cost, problem, found
+        if name == "error":
+            found = problem.least_peak(wanted, solver)
+            return float(found.peak), problem, found
+        found = problem.under_sum(ratio, bits, solver)
+        return found.cost, problem, found
+
+    many = solver == "lagrangian" and len(problems) > _REFINED
+    results = []
     for problem in problems:
         try:
-            if name == "budget":
-                found = solve(problem.base, problem.items, usable(int(wanted)), price=problem.price, solver=solver)
-                score = found.cost + problem.cost
-            elif name == "error":
-                found = problem.least_peak(wanted)
-                score = float(found.peak)
-            else:
-                found = problem.under_sum(ratio, bits, solver)
-                score = found.cost
+            results.append(solved(problem, "greedy" if many else solver))
         except InfeasibleError as infeasible:
             refused.append((infeasible.least, problem, infeasible))
-            continue
-        if best is None or score < best[0]:
-            best = score, problem, found
-    if best is None:
+    results.sort(key=lambda row: row[0])
+    if many:
+        results[:_REFINED] = [solved(problem, solver) for _, problem, _ in results[:_REFINED]]
+    if not results:
         _, problem, reason = min(refused, key=lambda row: row[0])
         raise problem.refused(name, wanted, reason) from reason
-    return best[1].plan(best[2].picks, text[name])
+    _, problem, found = min(results, key=lambda row: row[0])
+    return problem.plan(found.picks, text[name])
 
 
 def _allowed(allow: Iterable[str]) -> tuple[str, ...]:
@@ -304,15 +316,21 @@ class Problem:
         if "checkpoint" not in allowed:
             if patterns:
                 raise ValueError(f"blocks goes with allow='checkpoint'; got blocks={patterns!r}")
-            return [cls.of(profile, allowed)]
-        return [cls.of(profile, allowed, parts) for parts in selections(profile, candidates(profile, patterns))]
+            sets: Sequence[Sequence[Part]] = [()]
+        else:
+            sets = selections(profile, candidates(profile, patterns))
+        found = [cls.of(profile, allowed, parts) for parts in sets]
+        if "offload" in allowed and not profile.device.startswith("cpu"):  # without it nothing is in flight
+            others = [name for name in allowed if name != "offload"]
+            found = [cls.of(profile, others, parts) for parts in sets] + found
+        return found
 
     @classmethod
     def of(cls, profile: Profile, allowed: Sequence[str], parts: Sequence[Part] = ()) -> Problem:
         """Every tensor that a plan may decide about, with the times at which it takes memory."""
         plain, profile = profile, checkpointed(profile, parts)
         place = {saved.sites[0]: i for i, saved in enumerate(profile.saved)}
-        starts = sorted({first for saved in profile.saved for first, _ in saved.reads})
+        starts = sorted({first for saved in profile.saved for first, _ in saved.decodings})
         items, choices = [], []
         total = profile.level()
         count = sum(saved.has_values for saved in plain.saved)
@@ -342,17 +360,68 @@ class Problem:
                 )
             )
             choices.append([choice for choice, _, _, _ in offered])
+        if "offload" in allowed and not profile.device.startswith("cpu"):
+            sent = [saved.nbytes for saved in profile.saved if saved.has_values]
+            total += min(sum(sent), max(IN_FLIGHT, *sent, 0))  # the most that a session has on its way out or ahead
         seconds = profile.step_seconds
         return cls(profile, total.tolist(), items, choices, _TRADE / seconds if seconds else 0.0, plain, parts)
 
-    def least_peak(self, error: float) -> Solution:
+    @functools.cached_property
+    def known(self) -> list[list[int]]:
+        """Picks that ``auto`` would take, by its own way to divide bits: no plan costs more than those that fit.
+
+        The codecs of ``division`` and ``actnn`` take the bytes of dithered ones, and have twice their error.
+        """
+        return [self.divided(bits) for bits in _DIVIDED] if any(len(options) > 1 for options in self.choices) else []
+
+    def divided(self, bits: float) -> list[int]:
+        """What ``auto`` would do with so many bits a value on average."""
+        picks = [KEEP if item.may_keep else 0 for item in self.items]
+        rows = [i for i, options in enumerate(self.choices) if self.items[i].may_keep and _codecs(options)]
+        place = {i: row for row, i in enumerate(rows)}
+        offers = [[*_codecs(self.choices[i]), KEEP] for i in rows]
+        items = [self.items[i] for i in rows]
+        found = assign(
+            [item.weight for item in items],
+            [[0.0 if k == KEEP else item.error[k] for k in ks] for item, ks in zip(items, offers, strict=True)],
+            [
+                [item.full if k == KEEP else item.nbytes[k] - item.rebuilt_nbytes for k in ks]
+                for item, ks in zip(items, offers, strict=True)
+            ],
+            [
+                [(place[j], gain) for j, gain in item.sources] if all(j in place for j, _ in item.sources) else []
+                for item in items
+            ],
+            int(bits * sum(math.prod(self.profile.saved[i].shape) for i in rows) / 8),
+        )
+        counts = [1] * len(picks)
+        for i, ks, k in zip(rows, offers, found, strict=True):
+            made_from = sum(counts[j] for j, _ in self.items[i].sources)
+            if k is None and made_from <= MOST:
+                picks[i], counts[i] = REBUILD, made_from
+            else:  # through chains it may be more than any solver allows; then it is stored in its most exact form
+                picks[i] = ks[-2 if k is None else k]
+        return picks
+
+    def under_peak(self, limit: int, solver: str) -> Solution:
+        """The best for a limit on the peak."""
+        return solve(self.base, self.items, limit, price=self.price, solver=solver, known=self.known)
+
+    def least_peak(self, error: float, solver: str) -> Solution:
         """The smallest peak on the way down that keeps the error within a limit."""
         states = path(self.base, self.items, price=self.price)
         low, high = 0, len(states)  # the first state keeps all that it may, and errors grow along the path
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.error(states[middle].picks) <= error else (low, middle)
-        return evaluate(self.base, self.items, states[low].picks, self.price)
+        best = states[low].solution
+        high = len(states)
+        while solver == "lagrangian" and high - low > 1:  # it may have less error at a smaller peak
+            middle = (low + high) // 2
+            found = self.under_peak(states[middle].peak, solver)
+            is_better = self.error(found.picks) <= error
+            low, high, best = (middle, high, found) if is_better else (low, middle, best)
+        return best
 
     def under_sum(self, ratio: float | None, bits: float | None, solver: str) -> Solution:
         """The best for a limit on all that is kept, whatever the times."""
@@ -365,7 +434,7 @@ class Problem:
             limit += sum(saved.lossless_nbytes for saved in self.profile.saved)
         # Moment 0 does not count, and everything lives at moment 1.
         still = [item._replace(born=0, sealed=0, died=1, windows=()) for item in self.items]
-        found = solve([-(2**62), 0], still, int(limit), price=self.price, solver=solver)
+        found = solve([-(2**62), 0], still, int(limit), price=self.price, solver=solver, known=self.known)
         return evaluate(self.base, self.items, found.picks, self.price)
 
     @property
@@ -461,13 +530,18 @@ def _options(saved: Saved, profile: Profile, allowed: Sequence[str]) -> list[tup
     return found
 
 
+def _codecs(options: Sequence[Choice]) -> list[int]:
+    """Which of them store with a codec."""
+    return [k for k, choice in enumerate(options) if choice.codec is not None]
+
+
 def _coding(codec: Codec, saved: Saved, profile: Profile) -> float:
     """Seconds to encode once and to decode for each read."""
     if not profile.step_seconds:
         return 0.0
     cost = codec_seconds(codec, getattr(torch, saved.dtype), saved.rectified)
     values = math.prod(saved.shape)
-    return cost.to_encode(values) + len(saved.reads) * (cost.to_decode(values) + _faults(saved, profile))
+    return cost.to_encode(values) + len(saved.decodings) * (cost.to_decode(values) + _faults(saved, profile))
 
 
 def _rebuilding(saved: Saved, profile: Profile) -> float:
@@ -476,7 +550,7 @@ def _rebuilding(saved: Saved, profile: Profile) -> float:
         return 0.0
     cost = codec_seconds(saved.offers[0].codec, getattr(torch, saved.dtype))
     each = len(saved.sources) * 2 * cost.to_decode(math.prod(saved.shape))
-    return len(saved.reads) * (each + _faults(saved, profile))
+    return len(saved.decodings) * (each + _faults(saved, profile))
 
 
 def _faults(saved: Saved, profile: Profile) -> float:
@@ -495,11 +569,12 @@ def _windows(saved: Saved, starts: Sequence[int], died: int) -> tuple[tuple[int,
     if not saved.transient:
         return ()
     found: list[tuple[int, int]] = []
-    own = {first for first, _ in saved.reads}
-    for number, (first, last) in enumerate(saved.reads):
-        if number + 1 < len(saved.reads):
+    reads = saved.decodings
+    own = {first for first, _ in reads}
+    for number, (first, last) in enumerate(reads):
+        if number + 1 < len(reads):
             after = next((start for start in starts if start > first and start not in own), died + 1)
-            last = max(last, min(after - 1, saved.reads[number + 1][0]))
+            last = max(last, min(after - 1, reads[number + 1][0]))
         last = min(last, died)
         if first > last:
             continue

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..codecs import Cast, Codec, TensorMeta, from_config
+from ..codecs import Cast, Codec, LogQuant, TensorMeta, from_config
 from ..graph import capture
 from ..graph.capture import Site
 from ..graph.rules import Need
@@ -35,7 +35,7 @@ from ..verify.check import LossFn, default_loss
 from .observing import Called, Calls, ObservedSession, Seen
 from .recorder import GRADIENTS, INPUTS, SAVED, WEIGHTS, Recorder
 
-_FORMAT = 2
+_FORMAT = 3
 _GROUP = 256
 _SHOWN = 8
 
@@ -82,8 +82,10 @@ class Saved:
     """The moment from which only the graph needs it."""
     reads: tuple[tuple[int, int], ...]
     """The first and the last moment of each time that backward reads it."""
+    bit_reads: tuple[tuple[int, int], ...]
+    """Those of them that take the packed bits of a mask, so that nothing is decoded."""
     transient: bool
-    """Does a read need memory for the whole tensor, once it is stored?"""
+    """Does any other read need memory for the whole tensor, once it is stored?"""
     terms: int = 0
     """If it can be rebuilt: how many terms are summed up."""
     sources: tuple[tuple[Site, float], ...] = ()
@@ -104,6 +106,11 @@ class Saved:
         """As a method sees it."""
         need = Need[self.need.upper()]
         return Use(need, self.meta, self.spatial, self.sites, rectified=self.rectified, sharing=self.sharing)
+
+    @property
+    def decodings(self) -> tuple[tuple[int, int], ...]:
+        """The reads for which it is decoded, once it is stored."""
+        return tuple(read for read in self.reads if read not in self.bit_reads)
 
     @property
     def has_values(self) -> bool:
@@ -323,6 +330,7 @@ def _saved_to_data(saved: Saved) -> dict[str, Any]:
     data["sites"] = [list(site) for site in saved.sites]
     data["sources"] = [[list(site), gain] for site, gain in saved.sources]
     data["reads"] = [list(read) for read in saved.reads]
+    data["bit_reads"] = [list(read) for read in saved.bit_reads]
     data["offers"] = [[offer.codec.to_config(), offer.error] for offer in saved.offers]
     return data
 
@@ -334,6 +342,7 @@ def _saved_from_data(data: dict[str, Any]) -> Saved:
             "sites": tuple(map(site_of, data["sites"])),
             "sources": tuple((site_of(site), gain) for site, gain in data["sources"]),
             "reads": tuple((first, last) for first, last in data["reads"]),
+            "bit_reads": tuple((first, last) for first, last in data["bit_reads"]),
             "offers": tuple(Offer(from_config(config), error) for config, error in data["offers"]),
             "shape": tuple(data["shape"]),
             "stride": tuple(data["stride"]),
@@ -650,6 +659,7 @@ def _by_formula(seen: Sequence[Seen], recorder: Recorder) -> list[Saved]:
             lossless_nbytes=each.lossless_nbytes,
             sealed=each.sealed,
             reads=tuple((first, last) for first, last in each.reads),
+            bit_reads=tuple((first, last) for first, last in each.bit_reads),
             transient=each.transient,
             terms=each.terms,
         )
@@ -670,7 +680,9 @@ def _formula(use: Use) -> tuple[Offer, ...]:
     The range of 256 such values is about 5.7 of their deviations, and a dithered value errs uniformly over a step.
     """
     if use.need >= Need.LOGARITHM:
-        return (Offer(Cast("bfloat16"), 2.0**-18),)
+        # Relative errors. Where the log-probabilities of a group differ by a factor of 8, 8 bits have steps of 1 %.
+        half, codes = Offer(Cast("bfloat16"), 2.0**-18), Offer(LogQuant(group=_GROUP), 2.0**-17)
+        return (codes, half) if use.need is Need.LOGARITHM else (half,)
     spread = 5.7**2 / 12 / (2 if use.rectified else 1)
     offers = [
         Offer(groups_for(use, bits, _GROUP), spread / (2**bits - 1) ** 2) for bits in range(max(2, use.least_bits), 9)
@@ -699,6 +711,8 @@ def with_findings(saved: Sequence[Saved], findings: Mapping[Site, Finding], meth
         if each.has_values and finding is None:  # no gradient came by, or it is not up for choice: as the method has it
             codec = method.choose(each.use).codec
             known = () if codec is None else (Offer(codec, 0.0),)
+            if each.need == Need.LOGARITHM.name.lower():  # as auto's tuner has it, which does not measure this either
+                known = (Offer(LogQuant(group=_GROUP), 0.0), *known)
             each = dataclasses.replace(each, offers=known, weight=0.0, sources=())
         elif each.has_values and finding is not None:
             offers = tuple(Offer(o.codec, o.error) for o in finding.options if o.codec is not None)

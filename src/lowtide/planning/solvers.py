@@ -34,6 +34,8 @@ REBUILD = -2
 """Nothing but ``rebuilt_nbytes`` is stored; the tensor is made again from its sources."""
 
 SOLVERS = ("greedy", "exact", "lagrangian")
+MOST = 4
+"""From so many items that are not rebuilt themselves one is rebuilt at most, unless told otherwise."""
 
 _SEALING, _WAITING, _OPEN = range(3)
 _REMEMBERED = 2_000_000
@@ -127,6 +129,11 @@ class State:
         """The pick of each item."""
         return self.log.picks_after(self.moves)
 
+    @property
+    def solution(self) -> Solution:
+        """The same as a solution."""
+        return Solution(self.picks, self.cost, self.error, self.seconds, self.peak, self.at)
+
 
 class _Log:
     """Where a walk began, and its moves: pairs of an item and its new pick."""
@@ -154,21 +161,23 @@ def solve(
     *,
     price: float = 0.0,
     solver: str = "greedy",
-    most: int = 4,
+    most: int = MOST,
+    known: Sequence[Sequence[int]] = (),
 ) -> Solution:
     """A pick for each item, so that the peak is at most ``limit`` and the cost is small.
 
     The cost is ``sum(weight * error) + price * sum(seconds)``. Nothing is rebuilt from more than ``most`` items that
-    are not rebuilt themselves, kept or stored, counted through chains and as often as they are used.
+    are not rebuilt themselves, kept or stored, counted through chains and as often as they are used. ``known`` are
+    picks that somebody else found: no solver costs more than those of them that meet the limit.
 
     - ``"greedy"`` takes the first state of :func:`path` that meets the limit. It is fast, and its cost never rises with
-      the limit, because the path does not depend on the limit. Its least peak is at most that of all items kept (or
-      stored at least cost, where they may not be kept), and at most that of all items at their smallest: each with the
-      pick that takes the fewest bytes while it waits, and rebuilt only as ``most`` allows. It may be above the smallest
-      possible one.
+      the limit, because neither the path nor what is known depends on the limit. Its least peak is at most that of all
+      items kept (or stored at least cost, where they may not be kept), and at most that of all items at their smallest:
+      each with the pick that takes the fewest bytes while it waits, and rebuilt only as ``most`` allows. It may be
+      above the smallest possible one.
     - ``"lagrangian"`` gives the bytes at each time a price, lets each item pick what is best at these prices, corrects
-      the prices, and mends what it finds. It meets the limits that greedy meets and no others, and costs at most as
-      much as greedy. Its cost may rise with the limit.
+      the prices, and mends what it finds; it mends what is known too. It meets the limits that greedy meets and no
+      others, and costs at most as much as greedy. Its cost may rise with the limit.
     - ``"exact"`` finds the least cost, and if there is no solution the smallest possible peak. It is for up to twelve
       items with few picks.
 
@@ -204,14 +213,19 @@ def solve(
     found = next((state for state in states if state.peak <= limit), None)
     if solver == "exact":
         return _exact(problem, limit, found)
-    if found is None:
-        raise _infeasible(limit, states[-1].peak, states[-1].at)
-    if solver == "lagrangian":
-        return _lagrangian(problem, limit, found)
-    return Solution(found.picks, found.cost, found.error, found.seconds, found.peak, found.at)
+    others = [_checked_walk(problem, picks) for picks in known]
+    if solver == "lagrangian" and found is not None:
+        return _lagrangian(problem, limit, found, others)
+    fitting = [walk.solution() for walk in others if walk.level.max() <= limit]
+    if found is not None:
+        fitting.insert(0, found.solution)
+    if not fitting:
+        least = min([states[-1].solution, *(walk.solution() for walk in others)], key=lambda each: each.peak)
+        raise _infeasible(limit, least.peak, least.at)
+    return min(fitting, key=lambda each: each.cost)
 
 
-def path(base: Sequence[int], items: Sequence[Item], *, price: float = 0.0, most: int = 4) -> tuple[State, ...]:
+def path(base: Sequence[int], items: Sequence[Item], *, price: float = 0.0, most: int = MOST) -> tuple[State, ...]:
     """The greedy path from the least cost to the smallest peak: from state to state peaks fall and costs rise.
 
     It begins with all items kept; one that may not be kept takes what costs least. Each move lowers the level at the
@@ -248,7 +262,7 @@ def level(base: Sequence[int], items: Sequence[Item], picks: Sequence[int]) -> N
 
 
 def evaluate(
-    base: Sequence[int], items: Sequence[Item], picks: Sequence[int], price: float = 0.0, most: int = 4
+    base: Sequence[int], items: Sequence[Item], picks: Sequence[int], price: float = 0.0, most: int = MOST
 ) -> Solution:
     """What comes of these picks: the definition that all solvers share.
 
@@ -257,13 +271,16 @@ def evaluate(
     >>> evaluate([0, 0, 0, 5], [stored, made], [0, REBUILD], price=10.0)
     Solution(picks=(0, -2), cost=15.0, error=5.0, seconds=1.0, peak=150, at=0)
     """
-    problem = _Problem(base, items, price, most)
+    return _checked_walk(_Problem(base, items, price, most), picks).solution()
+
+
+def _checked_walk(problem: _Problem, picks: Sequence[int]) -> _Walk:
     problem.check_picks(picks)
     walk = _Walk(problem, picks)
     for i, (pick, count) in enumerate(zip(walk.picks, walk.count, strict=True)):
-        if pick == REBUILD and count > most:
-            raise ValueError(f"item {i} is rebuilt from {count} items that are not; at most {most} are allowed")
-    return walk.solution()
+        if pick == REBUILD and count > problem.most:
+            raise ValueError(f"item {i} is rebuilt from {count} items that are not; at most {problem.most} are allowed")
+    return walk
 
 
 class _Problem:
@@ -685,7 +702,7 @@ class _Walk:
                 return True
             if not self.step():
                 return False
-        return False
+        return bool(self.level.max() <= limit)
 
     def polish(self, limit: float) -> None:
         """Moves that lower the cost and keep the limit, those that save most first."""
@@ -891,12 +908,16 @@ class _Search:
         return error, sum(counts[j] for j, _ in sources)
 
 
-def _lagrangian(problem: _Problem, limit: float, found: State) -> Solution:
-    """A cheaper solution than greedy's by prices of the bytes at each time, or greedy's own."""
-    best = _Walk(problem, found.picks)
-    best.polish(limit)
-    score = best.totals()[0]
+def _lagrangian(problem: _Problem, limit: float, found: State, known: Sequence[_Walk]) -> Solution:
+    """A cheaper solution than greedy's and than all that is known by prices of the bytes at each time, or the best."""
     limit = min(limit, float(2**62))
+    walks = [_Walk(problem, found.picks), *known]
+    given = [found.solution, *(walk.solution() for walk in known if walk.level.max() <= limit)]
+    mended = [walk for walk in walks if walk.mend(limit)]
+    for walk in mended:
+        walk.polish(limit)
+    best = min(mended, key=lambda walk: walk.totals()[0])
+    score = best.totals()[0]
     market = _Market(problem, limit)
     prices = np.zeros(len(problem.base))
     for at, rate in found.log.paid[: found.moves]:
@@ -926,9 +947,8 @@ def _lagrangian(problem: _Problem, limit: float, found: State) -> Solution:
             high, idle = answer, 0
         elif idle == _PATIENCE:
             answer, share, idle = high, share / 2, 0
-    better = best.solution()
-    greedy = Solution(found.picks, found.cost, found.error, found.seconds, found.peak, found.at)
-    return better if better.cost < greedy.cost else greedy  # sums may differ in the last place
+    # Sums may differ in the last place, and then what was given counts.
+    return min([*given, best.solution()], key=lambda each: each.cost)
 
 
 class _Answer(NamedTuple):

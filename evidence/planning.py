@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from benchmarks.nets import Bottleneck, DoubleConv, UNet3d, resnet50
 from evidence.fidelity import RESULTS, environment
+from lowtide.machine.measure import run_child
 from lowtide.planning.checkpoints import candidates
 from lowtide.planning.checkpoints import checkpointed as with_checkpoints
 from lowtide.planning.planner import Problem, budget_for, nbytes_of
@@ -59,7 +60,9 @@ PARTS = {
 """Budgets as parts of the plain peak, or as the measured peaks of other ways; 0 stands for the smallest possible."""
 WAYS = ("plain", "checkpoint", "plan", "plan with checkpoints")
 _TIMES = ("seconds", "time", "time_least", "time_most")
-"""The fastest step, that beside the fastest plain one, and the least and the most of a step beside its round's."""
+"""The fastest step, that beside the fastest plain one, and the least and the most of a round beside its plain one."""
+_TIMED = 4
+"""Steps of a process, of which the fastest counts."""
 ERROR = 0.1
 """The error that a plan may have where the smallest peak is asked for."""
 
@@ -272,10 +275,10 @@ def _way(name: str, mode: str) -> tuple[nn.Module, Any, Callable[[nn.Module, Any
 
 
 def times(names: list[str], chosen: list[str], run: Run, rounds: int) -> None:
-    """Times of rows, all in one process: in each round every row has one step, and a plain step comes first and last.
+    """Times of rows: in each round every row has a process of its own, one after the other, and plain comes first.
 
-    The speed of the machine changes from second to second, so a time is that of the fastest step beside that of the
-    fastest plain step that ends a round. Ratios to the plain step that begins it tell how much single steps differ.
+    A time is the fastest step of all rounds beside plain's fastest. The ratios of single rounds tell how much they
+    differ.
     """
     for name in names:
         rows = [row for row in read(STEPS) if row["subject"] == name and row["mode"] in chosen and not row["time"]]
@@ -283,31 +286,40 @@ def times(names: list[str], chosen: list[str], run: Run, rounds: int) -> None:
         rows = [row for row in rows if row["mode"] in MODES or run.file(name, row["mode"], row["part"]).exists()]
         if not rows:
             continue
-        rows.sort(key=lambda row: row["mode"] == "plain")
-        steps = [_stepped(name, {"mode": "plain", "part": ""}, run), *(_stepped(name, row, run) for row in rows)]
-        taken: list[list[float]] = [[] for _ in steps]
-        for _ in range(rounds):
-            for step, seconds in zip(steps, taken, strict=True):
-                began = time.perf_counter()
-                step()
-                seconds.append(time.perf_counter() - began)
+        ways = [{"mode": "plain", "part": ""}, *(row for row in rows if row["mode"] != "plain")]
+        taken = [[_seconds(name, way, run) for way in ways] for _ in range(rounds)]
         every = read(STEPS)
-        plain = min(taken[-1] if rows[-1]["mode"] == "plain" else taken[0])
-        for row, seconds in zip(rows, taken[1:], strict=True):
-            ratios = [own / first for own, first in zip(seconds, taken[0], strict=True)]
-            found = (min(seconds), min(seconds) / plain, min(ratios), max(ratios))
+        plain = min(seconds[0] for seconds in taken)
+        for row in rows:
+            number = 0 if row["mode"] == "plain" else ways.index(row)
+            own = [seconds[number] for seconds in taken]
+            # Plain beside plain of the same round is 1 by itself; its rounds are set beside its fastest.
+            ratios = [seconds[number] / (seconds[0] if number else plain) for seconds in taken]
+            found = (min(own), min(own) / plain, min(ratios), max(ratios))
             every[every.index(row)].update(zip(_TIMES, (f"{value:.4f}" for value in found), strict=True))
             print(name, row["mode"], row["part"], *(f"{value:.3f}" for value in found), flush=True)
         write(STEPS, every)
 
 
-def _stepped(name: str, row: dict[str, str], run: Run) -> Callable[[], None]:
-    """A step of a row, warmed up."""
-    model, batch, loss, method = _way(name, row["mode"])
-    is_plan = row["mode"] in PLANS
-    plan = lowtide.BudgetPlan.load(run.file(name, row["mode"], row["part"])) if is_plan else method
+def _seconds(name: str, way: dict[str, str], run: Run) -> float:
+    """The fastest step of a new process."""
+    file = str(run.file(name, way["mode"], way["part"])) if way["mode"] in PLANS else None
+    found = run_child("evidence.planning:timed", {"subject": name, "mode": way["mode"], "plan": file}, exact_rss=False)
+    return float(found["seconds"])
+
+
+def timed(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
+    """In a child: seconds of the fastest of some steps, after those in which a method decides."""
+    model, batch, loss, method = _way(argument["subject"], argument["mode"])
+    plan = method if argument["plan"] is None else lowtide.BudgetPlan.load(argument["plan"])
     session = None if plan is None else new_session(model, plan, {})
-    return _stepper(model, lambda: loss(model, batch), session)
+    step = _stepper(model, lambda: loss(model, batch), session)
+    taken = []
+    for _ in range(_TIMED):
+        began = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - began)
+    return {"seconds": min(taken)}
 
 
 def _plans(name: str, wanted: list[tuple[str, str]], run: Run) -> None:

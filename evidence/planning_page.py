@@ -152,7 +152,7 @@ def verdict(own: list[Row]) -> str:
     if times:
         shown = _listed([f"{ratio:.2f}x of {mode}" for mode, ratio in times.items()])
         parts.append(f"The fastest of these plans take {shown}.")
-        parts.append(f"Plain steps of one round differ by up to {100 * noise:.0f} %.")
+        parts.append(f"Plain steps of different rounds differ by up to {100 * noise:.0f} %.")
         slower = [mode for mode, ratio in times.items() if ratio > 1 + noise]
         alike = [mode for mode, ratio in times.items() if 1 / (1 + noise) <= ratio <= 1 + noise]
         if slower:
@@ -174,10 +174,11 @@ def _steps(rows: list[Row]) -> str:
         "## Budgets kept\n",
         "Peaks are of the whole step, weights, gradients and batch included, each in its own process; the smallest "
         "budget is that of the plan with a predicted error of at most 0.1. The error is that of the whole gradient, "
-        "over two draws. Times were taken in one process for each network, in three rounds of one step of each line, "
-        "with glibc's default allocator: the fastest step beside the fastest plain one, and in brackets the least and "
-        "the most beside the plain step that began the round. Plans that may run blocks again are listed where they "
-        "do; an exact plan does nothing else. Some budgets are the measured peaks of other ways.\n",
+        "over two draws. Times were taken with glibc's default allocator, in rounds in which each line has a process "
+        "of its own: the fastest step of all rounds beside the fastest plain one, and in brackets the least and the "
+        "most beside the plain process of the same round (for plain, beside its fastest). Plans that may run blocks "
+        "again are listed where they do; an exact plan does nothing else. Some budgets are the measured peaks of "
+        "other ways.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
     ]
     for name, own in _subjects(rows).items():

@@ -353,7 +353,7 @@ def test_a_frontier_is_judged_by_peak_time_and_error():
     below = "In peak and error plans are at or below auto."
     assert said(50, 1.2, 0.01) == (
         f"{below} The fastest of these plans take 1.00x of auto. "
-        "Plain steps of one round differ by up to 20 %. So in time plans are not told apart from auto."
+        "Plain steps of different rounds differ by up to 20 %. So in time plans are not told apart from auto."
     )
     assert said(49, 1.8, 0.005).endswith("up to 20 %. Plans are slower than auto.")
     assert said(50, "", 0.0) == f"{below} These rows were not timed."

@@ -334,7 +334,7 @@ def nvidia(binary: Any, arch: str, rounds: list[int]) -> tuple[int, int, int, in
     exits = [at for at, op in lines if op.split()[0] == "EXIT"]
     end = max(exits) + 1  # behind it lie the rare cases of divisions, which flush nothing that counts
     body = [(at, op.split()[0]) for at, op in lines if at < end]
-    jumps = ((at, re.match(r"BRA (0x[0-9a-f]+)", op)) for at, op in lines if at < end)
+    jumps = ((at, re.match(r"BRA(?:\.U)? (?:!?U?P\w+, )?(0x[0-9a-f]+)", op)) for at, op in lines if at < end)
     loops = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
     kinds, wrong = repeated([(at, op.split(".")[0]) for at, op in body], loops, rounds)
     faults += wrong

@@ -32,14 +32,14 @@ class Bottleneck(nn.Module):
         return self.relu(out)
 
 
+def _stem() -> list[nn.Module]:
+    """The first layers of a ResNet for images of 224 pixels."""
+    return [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+
+
 def resnet50(classes: int = 1000, widen: int = 1) -> nn.Sequential:
     """The layers and their order as in torchvision; ``widen=2`` is WRN-50-2."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, 1),
-    ]
+    layers = _stem()
     inputs = 64
     for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
         for i in range(blocks):
@@ -83,12 +83,7 @@ def resnet20(classes: int = 10, blocks: int = 3) -> nn.Sequential:
 
 def resnet18(classes: int = 1000) -> nn.Sequential:
     """Widths, depth and strides as in torchvision, with the blocks from above."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, 1),
-    ]
+    layers = _stem()
     inputs = 64
     for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
         layers += [BasicBlock(inputs, width, stride), BasicBlock(width, width, 1)]

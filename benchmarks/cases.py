@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.machine.malloc import start_environment
-from lowtide.machine.measure import run_child
+from lowtide.machine.measure import Child
 from lowtide.tools import demo
 from nets import BasicBlock, Bottleneck, DoubleConv, Gpt, UNet3d, resnet18, resnet20, resnet50
 
@@ -128,10 +128,19 @@ def step(subject: Subject, mode: str, precision: str) -> None:
     loss.backward()
 
 
-def in_child(function: str, argument: dict[str, Any], allocator: str) -> dict[str, Any]:
-    """Call it in a new process that starts as the allocator needs it; it has to call :func:`tune` first."""
+def child(function: str, argument: dict[str, Any], allocator: str) -> Child:
+    """A new process that starts as the allocator needs it; the function has to call :func:`tune` first."""
     variables = start_environment() if allocator == "tuned" else {}
-    return run_child(function, argument | {"allocator": allocator}, exact_rss=False, variables=variables)
+    return Child(function, argument | {"allocator": allocator}, exact_rss=False, variables=variables)
+
+
+def in_child(function: str, argument: dict[str, Any], allocator: str) -> dict[str, Any]:
+    """Call it in such a process, and return what it returns."""
+    with child(function, argument, allocator) as process:
+        while process.resume() is not None:
+            pass
+    assert process.result is not None
+    return process.result
 
 
 def tune(argument: dict[str, Any]) -> None:

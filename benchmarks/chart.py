@@ -47,7 +47,7 @@ def bars(found: dict[str, Steps], path: Path) -> None:
         modes = [mode for mode in MODES if group.has("tuned", mode)]
         peaks = [group.peak("tuned", mode) / 2**20 for mode in modes]
         plain = median(group.cells("tuned", "plain", "median_s"))
-        times = [plain * median(group.cells("tuned", mode, "ratio")) for mode in modes]
+        times = [plain * group.slower("tuned", mode) for mode in modes]
         for axis, values, unit in ((axes[2 * i], peaks, "peak MiB of a step"), (axes[2 * i + 1], times, "seconds")):
             drawn = axis.bar(modes, values, color=[COLORS[m] for m in modes], width=0.7)
             axis.bar_label(drawn, [f"{v / values[0]:.2f}x" for v in values], padding=2, fontsize=9)

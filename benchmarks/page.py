@@ -1,8 +1,8 @@
 """Write the tables of docs/benchmarks.md from the rows in ``results``: ``page.py``; ``page.py readme`` prints README's.
 
-A table stands between ``<!-- name -->`` and ``<!-- end -->``. Of several rounds of a step it has the median, and for
-times the fastest step beside plain's fastest, with the range of the medians' ratios in brackets. Of several rows for
-anything else the last counts.
+A table stands between ``<!-- name -->`` and ``<!-- end -->``. Of several rounds of a step it has the median. A time is
+the median over turns of a step over plain's of the same turn, with the 95 % interval of that median in brackets. Of
+several rows for anything else the last counts.
 """
 
 from __future__ import annotations
@@ -74,16 +74,14 @@ class Steps:
         return median(peak - rest for peak, rest in pairs)
 
     def time(self, allocator: str, mode: str) -> str:
-        best = min(self.cells(allocator, mode, "min_s"))
         if mode == "plain":
-            return f"{best:.3g} s"
-        ratios = self.cells(allocator, mode, "ratio")
-        spread = f" ({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else ""
-        return f"{self.slower(allocator, mode):.2f}x{spread}"
+            return f"{median(self.cells(allocator, mode, 'median_s')):.3g} s"
+        low, high = min(self.cells(allocator, mode, "ratio_low")), max(self.cells(allocator, mode, "ratio_high"))
+        return f"{self.slower(allocator, mode):.2f}x ({low:.2f}-{high:.2f})"
 
     def slower(self, allocator: str, mode: str) -> float:
-        """The fastest step of all rounds over plain's: what else the machine did only ever adds to a time."""
-        return min(self.cells(allocator, mode, "min_s")) / min(self.cells(allocator, "plain", "min_s"))
+        """A step over plain's of the same turn."""
+        return median(self.cells(allocator, mode, "ratio"))
 
     def less(self, allocator: str, mode: str) -> str:
         """How much less is kept for backward."""

@@ -1,13 +1,15 @@
-"""Time and peak of a training step: one mode in one process, as in a user's training; the processes by turns.
+"""Time and peak of a training step: one mode in one process, as in a user's training, and the processes step by turns.
 
-A mode finds in its heap what it left there itself, and nothing of another mode. Time, page faults and peak of a row
-come from the same steps of the same process. See README.md here for the method.
+A mode finds in its heap what it left there itself, and nothing of another mode. The processes of a group are alive at
+the same time, and while one steps the others wait: a machine that becomes slower for a minute becomes so for all. Time,
+page faults and peak of a row come from the same steps of the same process. See README.md here for the method.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import resource
 import statistics
@@ -21,22 +23,24 @@ from typing import Any
 
 import torch
 
-from cases import BATCH, METHODS, SUBJECTS, checkpoint_blocks, in_child, step, tune
+from cases import BATCH, METHODS, SUBJECTS, checkpoint_blocks, child, in_child, step, tune
 from lowtide.machine.malloc import give_back
 from lowtide.machine.measure import reset_peak, resident
 from rows import ORIGIN, append, origin, read
 
 WARM = 4  # steps before any counts: the first compiles, and an adaptive method measures in steps 1 and 3
-LEAST, MOST = 3, 40  # steps that count
-SECONDS = 8.0  # that they take together, within those bounds
+TURNS = 12  # that count
+TURN_SECONDS = 0.7  # at least: shorter steps are repeated within a turn, and the fastest of them counts
 KEY = ("case", "subject", "size", "precision", "load", "allocator")
 MEASURED = (
     "first_s",
     "third_s",
     "min_s",
     "median_s",
-    "steps",
+    "turns",
     "ratio",
+    "ratio_low",
+    "ratio_high",
     "faults",
     "peak",
     "rest",
@@ -85,29 +89,31 @@ def plan(full: bool) -> list[Group]:
 
 
 def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
-    """Train in one mode; see README.md for what is returned."""
+    """Train in one mode and report each turn; see README.md for what is returned."""
     tune(argument)
     torch.manual_seed(0)
     subject = SUBJECTS[argument["subject"]](argument["size"])
     if argument["mode"] == "checkpoint":
         checkpoint_blocks(subject)
-    seconds: list[float] = []
     faults: list[int] = []
 
-    def run() -> None:
+    def run() -> float:
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         step(subject, argument["mode"], argument["precision"])
-        seconds.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        return seconds
 
-    for _ in range(argument["warm"]):
-        run()
-    warm = seconds[:]
-    del seconds[:], faults[:]
+    warm = [run() for _ in range(argument["warm"])]
+    del faults[:]
     highest = resident("VmHWM")
     reset_peak()
-    while len(seconds) < argument["least"] or (sum(seconds) < argument["seconds"] and len(seconds) < MOST):
-        run()
+    emit({})
+    for _ in range(argument["turns"]):
+        seconds = [run()]
+        while sum(seconds) < argument["turn_seconds"]:
+            seconds.append(run())
+        emit({"seconds": min(seconds)})
     peak = resident("VmHWM")
     session = subject.session
     report = session.report() if session else None
@@ -116,15 +122,15 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     if not give_back():
         raise RuntimeError("what is at rest can be told with glibc's allocator only")
     return {
-        "warm": warm,
-        "seconds": seconds,
+        "first_s": warm[0],
+        "third_s": warm[2],
         "faults": statistics.median(faults),
         "peak": peak,
         "rest": resident("VmRSS"),
         "process": max(peak, highest),
         "plain": report.plain_nbytes if report else 0,
         "stored": report.stored_nbytes if report else 0,
-        "deciding_s": session.tuner_seconds / (len(warm) + len(seconds)) if session else 0.0,
+        "deciding_s": session.tuner_seconds / (len(warm) + len(faults)) if session else 0.0,
     }
 
 
@@ -147,52 +153,84 @@ def busy(load: str) -> Iterator[None]:
         yield
 
 
-def measure(group: Group, mode: str) -> dict[str, Any]:
-    """The cells of one row, but for those that need other rows."""
+def measure(group: Group, turns: int = TURNS) -> dict[str, dict[str, Any]]:
+    """The cells of each mode's row: all processes are warm before the first turn, and take turns from then on."""
     argument = {
         "subject": group.subject,
         "size": group.size,
-        "mode": mode,
         "precision": group.precision,
         "warm": WARM,
-        "least": LEAST,
-        "seconds": SECONDS,
+        "turns": turns,
+        "turn_seconds": TURN_SECONDS,
     }
-    with busy(group.load):
-        found = in_child("steps:step_child", argument, group.allocator)
-    seconds = found.pop("seconds")
-    found["first_s"], _, found["third_s"], _ = found.pop("warm")
-    found |= {"min_s": min(seconds), "median_s": statistics.median(seconds), "steps": len(seconds)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(busy(group.load))
+        children = {}
+        for mode in group.modes:
+            process = child("steps:step_child", argument | {"mode": mode}, group.allocator)
+            children[mode] = stack.enter_context(process)
+            children[mode].resume()
+        seconds: dict[str, list[float]] = {mode: [] for mode in group.modes}
+        for turn in range(turns):
+            # Backwards in every other turn: no mode always comes behind the same one.
+            for mode in group.modes[:: -1 if turn % 2 else 1]:
+                event = children[mode].resume()
+                assert event is not None
+                seconds[mode].append(event["seconds"])
+        found: dict[str, dict[str, Any]] = {}
+        for mode, process in children.items():
+            process.resume()
+            assert process.result is not None
+            found[mode] = process.result
+    for mode, cells in found.items():
+        ratios = [a / b for a, b in zip(seconds[mode], seconds["plain"], strict=True)]
+        low, high = median_interval(ratios)
+        cells |= {"min_s": min(seconds[mode]), "median_s": statistics.median(seconds[mode]), "turns": turns}
+        cells |= {"ratio": statistics.median(ratios), "ratio_low": low, "ratio_high": high}
     return found
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Bounds of the median at 95 % or more, whatever the distribution.
+
+    The true median lies between the k-th smallest and the k-th largest of n values unless fewer than k of them lie on
+    one side of it, and that number is binomial with probability one half. With fewer than six values no k does.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, k = 0.0, 0
+    while 2 * (outside + math.comb(n, k) / 2**n) <= 0.05:
+        outside += math.comb(n, k) / 2**n
+        k += 1
+    return ordered[max(k, 1) - 1], ordered[-max(k, 1)]
 
 
 def run(path: Path, groups: list[Group], rounds: int, budget: float) -> bool:
     """Measure what ``path`` does not hold yet, at most ``budget`` seconds long; tell whether all is there now."""
     made = origin()
-    done: dict[tuple[str, ...], float] = {}
+    done: set[tuple[str, ...]] = set()
     for row in read(path):
         if row["commit"] != made["commit"]:
             raise SystemExit(f"{path} has rows of {row['commit']}, and this is {made['commit']}: choose another --out")
-        done[(*(row[name] for name in KEY), row["mode"], row["round"])] = float(row["median_s"])
-    wanted = [(group, mode, n) for n in range(1, rounds + 1) for group in groups for mode in group.modes]
+        done.add((*(row[name] for name in KEY), row["round"]))
+    wanted = [(group, n) for n in range(1, rounds + 1) for group in groups]
     in_child("steps:compile_child", {}, "default")
     start = time.monotonic()
-    for i, (group, mode, number) in enumerate(wanted):
-        if (*group.key, mode, str(number)) in done:
+    for i, (group, number) in enumerate(wanted):
+        if (*group.key, str(number)) in done:
             continue
         if time.monotonic() - start > budget:
-            print(f"{i} of {len(wanted)} processes have run; the same command goes on")
+            print(f"{i} of {len(wanted)} groups have run; the same command goes on")
             return False
-        found = measure(group, mode)
-        done[(*group.key, mode, str(number))] = found["median_s"]
-        found["ratio"] = found["median_s"] / done[(*group.key, "plain", str(number))]
-        cells = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in found.items()}
-        append(path, FIELDS, dict(zip(KEY, group.key, strict=True)) | {"mode": mode, "round": number} | cells | made)
-        words = [*group.key[1:], mode]
-        print(
-            f"{number}: {' '.join(w for w in words if w):48s} {found['median_s']:7.3f} s {found['ratio']:5.2f}x"
-            f"  peak {(found['peak'] - found['rest']) / 2**20:5.0f} MiB above {found['rest'] / 2**20:.0f}"
-            f"  {found['faults'] / 1e3:5.0f} k faults",
-            flush=True,
-        )
+        for mode, found in measure(group).items():
+            cells = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in found.items()}
+            named = dict(zip(KEY, group.key, strict=True)) | {"mode": mode, "round": number}
+            append(path, FIELDS, named | cells | made)
+            words = [*group.key[1:], mode]
+            print(
+                f"{number}: {' '.join(w for w in words if w):48s} {found['median_s']:7.3f} s {found['ratio']:5.2f}x"
+                f" ({found['ratio_low']:.2f}-{found['ratio_high']:.2f})"
+                f"  peak {(found['peak'] - found['rest']) / 2**20:5.0f} MiB above {found['rest'] / 2**20:.0f}"
+                f"  {found['faults'] / 1e3:5.0f} k faults",
+                flush=True,
+            )
     return True

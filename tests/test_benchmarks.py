@@ -160,3 +160,9 @@ def test_compiled_modes_take_turns_and_are_compared_within_a_turn(
         rows.append(tmp_path / "compiled.csv", compiled.FIELDS, where | cells | made)
     line = compiled.table(rows.read(tmp_path / "compiled.csv")).splitlines()[3]
     assert line == "| `lowtide.compile`, division | 1.20x | 2.200 s | 1.200 s | 4 MiB | 1.00 | 2 MiB | 1.00 |"
+
+
+def test_the_page_of_compiled_steps_is_made_from_its_rows() -> None:
+    text = compiled.PAGE.read_text(encoding="utf-8")
+    assert compiled.table(rows.read(rows.RESULTS / "compiled.csv")) in text
+    assert len({row["commit"] for row in rows.read(rows.RESULTS / "compiled.csv")}) == 1

@@ -4,15 +4,18 @@
     python benchmarks/compiled.py step --rounds 3       append rows to results/compiled.csv
     python benchmarks/compiled.py page                  write the table of docs/compile.md from them
 
-The processes of a round take turns. Steps are measured as in `steps.py` (README.md here says how), but for two things:
-what the compiler and the first steps left in the heap is given back before the steps that count, in every mode; and
-`held` is what is kept between forward and backward, by what malloc has handed out. Modes with "compile" go through
-torch.compile with inductor, and find their graphs in its caches.
+The processes of a round live at the same time and take turns: in each turn every mode runs one step while the others
+wait. `ratio` is the median over the turns of a step's time beside that of plain torch.compile in the same turn, so
+that a machine which becomes slower or faster meanwhile does so for all. What the compiler and the first steps left in
+the heap is given back before the steps that count, in every mode; and `held` is what is kept between forward and
+backward, by what malloc has handed out. Modes with "compile" go through torch.compile with inductor, and find their
+graphs in its caches.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import statistics
@@ -24,8 +27,8 @@ import torch
 
 import lowtide
 from cases import SUBJECTS, checkpoint_blocks, in_child, tune
-from lowtide.machine.malloc import give_back
-from lowtide.machine.measure import reset_peak, resident
+from lowtide.machine.malloc import give_back, start_environment
+from lowtide.machine.measure import Child, reset_peak, resident
 from rows import ORIGIN, RESULTS, append, origin, read
 
 PAGE = Path(__file__).parent.parent / "docs" / "compile.md"
@@ -38,8 +41,8 @@ NAMES = {
     "resnet8": "ResNet-8 of 16 to 64 channels, 512 images of 32 px",
 }
 WARM = {"auto": 4}  # steps before any counts: it measures in steps 1 and 3
-LEAST, SECONDS, MOST = 4, 5.0, 40
-MEASURED = ("first_s", "min_s", "median_s", "steps", "peak", "rest", "held", "graphs", "plain", "stored")
+PLAIN = "compile"  # beside which times are told
+MEASURED = ("first_s", "min_s", "median_s", "ratio", "steps", "peak", "rest", "held", "graphs", "plain", "stored")
 FIELDS = ["subject", "size", "allocator", "mode", "round", *MEASURED, *ORIGIN]
 
 
@@ -73,7 +76,7 @@ def allocated() -> int:
 
 
 def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
-    """Train in one mode; with ``prepare`` one step only."""
+    """Train in one mode, a step for each turn; with ``prepare`` one step only."""
     tune(argument)
     torch.manual_seed(0)
     mode = argument["mode"]
@@ -105,13 +108,14 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     for _ in range(1, WARM.get(mode, 2)):
         run()
     first = seconds[0]
-    del seconds[:]
     gc.collect()
     give_back()
     reset_peak()
-    while len(seconds) < LEAST or (sum(seconds) < SECONDS and len(seconds) < MOST):
+    emit({})
+    for _ in range(argument["turns"]):
         run()
-    peak, counted = resident("VmHWM"), seconds[:]
+        emit({"seconds": seconds[-1]})
+    peak = resident("VmHWM")
     held = run(measure_held=True)
     report = handle.report() if handle is not None else None
     subject.model.zero_grad(set_to_none=True)
@@ -119,9 +123,6 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     give_back()
     return {
         "first_s": first,
-        "min_s": min(counted),
-        "median_s": statistics.median(counted),
-        "steps": len(counted),
         "peak": peak,
         "rest": resident("VmRSS"),
         "held": held,
@@ -131,44 +132,76 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     }
 
 
-HEADS = ("", "fastest step", "/ compile", "median", "peak of a step", "/ compile", "kept", "/ compile")
+def take_turns(subject: str, modes: list[str], turns: int, allocator: str) -> dict[str, dict[str, Any]]:
+    """Every mode in a process of its own, a step of each in each turn; what was measured, by mode."""
+    variables = start_environment() if allocator == "tuned" else {}
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    found: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as opened:
+        children: dict[str, Child] = {}
+        for mode in modes:
+            what = {"subject": subject, "size": SUBJECT[subject], "mode": mode, "prepare": False, "turns": turns}
+            child = Child("compiled:step_child", what | {"allocator": allocator}, exact_rss=False, variables=variables)
+            children[mode] = opened.enter_context(child)
+            child.resume()
+        for _ in range(turns):
+            for mode, child in children.items():
+                event = child.resume()
+                assert event is not None
+                seconds[mode].append(event["seconds"])
+        for mode, child in children.items():
+            child.resume()
+            assert child.result is not None
+            found[mode] = {
+                **child.result,
+                "min_s": min(seconds[mode]),
+                "median_s": statistics.median(seconds[mode]),
+                "ratio": statistics.median(a / b for a, b in zip(seconds[mode], seconds[PLAIN], strict=True)),
+                "steps": turns,
+            }
+    return found
+
+
+HEADS = ("", "step / compile", "median step", "fastest", "peak of a step", "/ compile", "kept", "/ compile")
 
 
 def table(rows: list[dict[str, str]]) -> str:
     """A line for each mode: the fastest step of all rounds, and of all else the median of the rounds."""
     lines = ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
     for subject, name in NAMES.items():
-        found: dict[str, tuple[float, float, float, float]] = {}
+        found: dict[str, tuple[float, float, float, float, float]] = {}
         for mode in MODES:
             own = [row for row in rows if (row["subject"], row["mode"]) == (subject, mode)]
             if not own:
                 continue
             peaks = [int(row["peak"]) - int(row["rest"]) for row in own]
             found[mode] = (
-                min(float(row["min_s"]) for row in own),
+                statistics.median(float(row["ratio"]) for row in own),
                 statistics.median(float(row["median_s"]) for row in own),
+                min(float(row["min_s"]) for row in own),
                 statistics.median(peaks) / 2**20,
                 statistics.median(int(row["held"]) for row in own) / 2**20,
             )
-        for mode, (fastest, middle, peak, held) in found.items():
-            cells = [f"{fastest:.3f} s", f"{fastest / found['compile'][0]:.2f}x", f"{middle:.3f} s"]
-            cells += [f"{peak:.0f} MiB", f"{peak / found['compile'][2]:.2f}"]
-            cells += [f"{held:.0f} MiB", f"{held / found['compile'][3]:.2f}"]
+        for mode, (ratio, middle, fastest, peak, held) in found.items():
+            cells = [f"{ratio:.2f}x", f"{middle:.3f} s", f"{fastest:.3f} s"]
+            cells += [f"{peak:.0f} MiB", f"{peak / found[PLAIN][3]:.2f}"]
+            cells += [f"{held:.0f} MiB", f"{held / found[PLAIN][4]:.2f}"]
             lines.append(f"| {_title(mode, name)} | " + " | ".join(cells) + " |")
     made = {f"commit {row['commit']}, {row['machine']}, torch {row['torch']}" for row in rows}
     rounds = min(
         max(int(row["round"]) for row in rows if row["subject"] == subject) for subject in {r["subject"] for r in rows}
     )
-    return "\n".join([*lines, "", f"Rounds: {rounds}. {'; '.join(sorted(made))}."])
+    turns = min(int(row["steps"]) for row in rows)
+    return "\n".join([*lines, "", f"Rounds: {rounds}, turns in each: {turns}. {'; '.join(sorted(made))}."])
 
 
 def _title(mode: str, network: str) -> str:
     if mode == "plain":
-        return f"**{network}**: plain"
+        return f"**{network}**: plain, eager"
     if mode.startswith("compile-"):
         return f"`lowtide.compile`, {mode.removeprefix('compile-')}"
-    named = {"checkpoint": "checkpoint of each block", "compile": f"**{network}**: plain `torch.compile`"}
-    return named.get(mode, mode)
+    named = {"checkpoint": "checkpoint of each block, eager", PLAIN: "plain `torch.compile`"}
+    return named.get(mode, f"{mode}, eager")
 
 
 def page(results: Path) -> None:
@@ -185,37 +218,43 @@ def main() -> None:
     parser.add_argument("what", choices=["prepare", "step", "page"])
     parser.add_argument("--out", type=Path, default=RESULTS / "compiled.csv", help="the CSV file to append to")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECT, default=list(SUBJECT))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help=f"{PLAIN} is always among them")
     parser.add_argument("--rounds", type=int, default=1, help="rounds to add to those of the file")
+    parser.add_argument("--turns", type=int, default=15, help="steps of each mode in a round")
     parser.add_argument("--allocator", choices=["tuned", "default"], default="tuned")
     options = parser.parse_args()
     if options.what == "page":
         page(options.out)
         return
-    prepare, made = options.what == "prepare", origin()
-    for _ in range(options.rounds):
-        for subject in options.subjects:
-            done = [int(row["round"]) for row in read(options.out) if row["subject"] == subject]
-            number = max(done, default=0) + 1
-            for mode in options.modes:
-                if prepare and not mode.startswith("compile"):
-                    continue
-                what = {"subject": subject, "size": SUBJECT[subject], "mode": mode}
-                found = in_child("compiled:step_child", what | {"prepare": prepare}, options.allocator)
-                print(f"{subject:9s} {mode:17s} first {found['first_s']:5.1f} s", end="" if not prepare else "\n")
-                if prepare:
-                    continue
-                cells = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in found.items()}
-                append(options.out, FIELDS, what | {"allocator": options.allocator, "round": number} | cells | made)
-                peak, held, stored, plain = (
-                    mib / 2**20
-                    for mib in (found["peak"] - found["rest"], *(found[k] for k in ("held", "stored", "plain")))
-                )
-                print(
-                    f"  fastest {found['min_s']:6.3f} s  median {found['median_s']:6.3f} s  peak {peak:5.0f} MiB"
-                    f"  held {held:5.0f} MiB  graphs {found['graphs']}  stored {stored:.1f} of {plain:.1f} MiB",
-                    flush=True,
-                )
+    modes = [mode for mode in MODES if mode in options.modes or mode == PLAIN]
+    for subject in options.subjects * options.rounds:
+        if options.what == "prepare":
+            for mode in [mode for mode in modes if mode.startswith(PLAIN)]:
+                what = {"subject": subject, "size": SUBJECT[subject], "mode": mode, "prepare": True}
+                found = in_child("compiled:step_child", what, options.allocator)
+                print(f"{subject:9s} {mode:17s} first {found['first_s']:5.1f} s", flush=True)
+        else:
+            _measure(subject, modes, options)
+
+
+def _measure(subject: str, modes: list[str], options: argparse.Namespace) -> None:
+    """Add a round of rows."""
+    made = origin()
+    done = [int(row["round"]) for row in read(options.out) if row["subject"] == subject]
+    number = max(done, default=0) + 1
+    for mode, found in take_turns(subject, modes, options.turns, options.allocator).items():
+        cells = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in found.items()}
+        what = {"subject": subject, "size": SUBJECT[subject], "allocator": options.allocator, "mode": mode}
+        append(options.out, FIELDS, what | {"round": number} | cells | made)
+        peak, held, stored, plain = (
+            mib / 2**20 for mib in (found["peak"] - found["rest"], *(found[k] for k in ("held", "stored", "plain")))
+        )
+        print(
+            f"{subject:9s} {mode:17s} ratio {found['ratio']:.3f}  fastest {found['min_s']:6.3f} s  median"
+            f" {found['median_s']:6.3f} s  peak {peak:5.0f} MiB  held {held:5.0f} MiB  graphs {found['graphs']}"
+            f"  stored {stored:.1f} of {plain:.1f} MiB",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import compiled
 import page
 import rows
 import steps
@@ -142,3 +143,46 @@ def test_settings_of_malloc_in_the_environment_are_refused(monkeypatch: pytest.M
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "MALLOC_MMAP_MAX_ would change the default allocator" in done.stderr
+
+
+def test_compiled_modes_take_turns_and_are_compared_within_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes by hand on a machine that slows down: 1, 2 and 4 s plain, and 1.2, 1.1 and 1.5 times as long."""
+    ran: list[str] = []
+    times = {"compile": [1.0, 2.0, 4.0], "compile-division": [1.2, 2.2, 6.0]}
+
+    class Child:
+        def __init__(self, function: str, argument: dict[str, str], **_: object) -> None:
+            self.mode = argument["mode"]
+            self.result = {"first_s": 9.0, "peak": 5 * MIB, "rest": MIB, "held": 2 * MIB}
+            self.result |= {"graphs": 1, "plain": 0, "stored": 0}
+            self.events = iter([{}, *({"seconds": seconds} for seconds in times[self.mode])])
+
+        def __enter__(self) -> Child:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def resume(self) -> dict[str, float] | None:
+            ran.append(self.mode)
+            return next(self.events, None)
+
+    monkeypatch.setattr(compiled, "Child", Child)
+    found = compiled.take_turns("gpt", list(times), 3, "default")
+    assert ran == list(times) * 5  # warm up, three turns, the rest
+    assert found["compile-division"]["ratio"] == pytest.approx(1.2)
+    assert found["compile-division"]["median_s"] == 2.2
+    made = dict.fromkeys(rows.ORIGIN, "x")
+    for mode, cells in found.items():
+        where = {"subject": "gpt", "size": 6, "allocator": "default", "mode": mode, "round": 1}
+        rows.append(tmp_path / "compiled.csv", compiled.FIELDS, where | cells | made)
+    line = compiled.table(rows.read(tmp_path / "compiled.csv")).splitlines()[3]
+    assert line == "| `lowtide.compile`, division | 1.20x | 2.200 s | 1.200 s | 4 MiB | 1.00 | 2 MiB | 1.00 |"
+
+
+def test_the_page_of_compiled_steps_is_made_from_its_rows() -> None:
+    text = compiled.PAGE.read_text(encoding="utf-8")
+    assert compiled.table(rows.read(rows.RESULTS / "compiled.csv")) in text
+    assert len({row["commit"] for row in rows.read(rows.RESULTS / "compiled.csv")}) == 1

@@ -64,7 +64,7 @@ class Compiled(nn.Module):
         The graphs write it themselves while they run, so it is the same for graphs from a cache. ``plain_nbytes`` is
         what the same graphs would hold without packing.
         """
-        rows = () if self._last is None else tuple(self._last.rows)
+        rows = () if self._last is None else tuple(self._last.rows())
         notes = [] if self._last is not None else ["no forward was seen yet"]
         if isinstance(self.method, Auto):
             notes.append(

@@ -542,15 +542,13 @@ class Rewriting:
     def _decode_bits(self, parts: list[fx.Node], codec: Codec, value: Tensor, dtype: torch.dtype) -> fx.Node:
         """Call in the place where the node should be.
 
-        A compiled loop reads booleans one by one, which takes longer than all else that it does, and bytes as vectors.
+        A compiled loop on the CPU works on vectors of floats. It reads booleans one by one, and the few bytes that
+        belong to such a vector through a copy on the stack: either takes longer than all else that it does.
         """
-        if dtype != torch.bool or not self.graphs.is_fused:
+        if dtype != torch.bool or not self.graphs.is_fused or value.device.type != "cpu":
             return self._decode(parts, codec, value, dtype, False)
-        graph, number = self.graphs.backward, torch.float32
-        stored = self._decode(parts, codec, value, torch.uint8, False)
-        wide = graph.call_function(torch.ops.prims.convert_element_type.default, (stored, number))
-        _described(wide, value.new_empty_strided(value.shape, value.stride(), dtype=number))
-        bits = graph.call_function(torch.ops.aten.gt.Scalar, (wide, 0))
+        number = self._decode(parts, codec, value, torch.float32, False)
+        bits = self.graphs.backward.call_function(torch.ops.aten.gt.Scalar, (number, 0))
         return _described(bits, value.new_empty_strided(value.shape, value.stride(), dtype=dtype))
 
     def _empty(self, value: Tensor) -> fx.Node:

@@ -37,6 +37,27 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
 
+class Label(NamedTuple):
+    """What a graph knows of a tensor that it packs or keeps; it travels through the graph as text."""
+
+    sites: tuple[Site, ...]
+    why: str
+    state: str = COMPRESSED
+    plain: bool = True
+    """Would the graph keep the tensor without us? A mask that is taken along in place of values is extra."""
+
+
+class Stored(NamedTuple):
+    """A tensor that a graph stores. Words are made of it only when somebody asks for a report."""
+
+    label: Label
+    shape: torch.Size
+    dtype: torch.dtype
+    plain: int
+    stored: int
+    codec: Codec | None
+
+
 class Forward:
     """One forward of a compiled model: its random numbers, and what its graphs store."""
 
@@ -44,13 +65,26 @@ class Forward:
         self.seed = seed
         self.step = step
         self.rank = rank
-        self.rows: list[SiteReport] = []
+        self.stored: list[Stored] = []
         self._uses: Counter[Site] = Counter()
+        self._noise: dict[int, int] = {}
 
     def key(self, site: Site) -> int:
         """The key of the next tensor at ``site``. A graph that runs several times has other noise each time."""
         self._uses[site] += 1
-        return key_of(site, forward_noise(self.seed, self.step, self._uses[site], self.rank))
+        use = self._uses[site]
+        if use not in self._noise:
+            self._noise[use] = forward_noise(self.seed, self.step, use, self.rank)
+        return key_of(site, self._noise[use])
+
+    def rows(self) -> Iterator[SiteReport]:
+        """What its graphs store, as rows of a report."""
+        for label, shape, dtype, plain, stored, codec in self.stored:
+            kind, name = str(dtype).removeprefix("torch."), "" if codec is None else str(codec)
+            first, *others = label.sites
+            yield SiteReport(first, tuple(shape), kind, label.state, plain, stored, name, label.why)
+            for site in others:
+                yield SiteReport(site, tuple(shape), kind, SHARED, 0, 0, "", f"stored at {first}")
 
 
 _running: ContextVar[Forward | None] = ContextVar("lowtide_compiled_forward", default=None)
@@ -164,16 +198,6 @@ def _static_forms(
 # ---------------------------------------------------------------- operators
 
 
-class Label(NamedTuple):
-    """What a graph knows of a tensor that it packs or keeps; it travels through the graph as text."""
-
-    sites: tuple[Site, ...]
-    why: str
-    state: str = COMPRESSED
-    plain: bool = True
-    """Would the graph keep the tensor without us? A mask that is taken along in place of values is extra."""
-
-
 def to_text(what: Label | Sequence[Label] | Codec) -> str:
     """Text that :func:`_label`, :func:`_labels` or :func:`_codec` reads."""
     return json.dumps(what.to_config() if isinstance(what, Codec) else what)
@@ -199,14 +223,6 @@ def _read(data: list[Any]) -> Label:
     return Label(tuple(Site(*site) for site in sites), why, state, plain)
 
 
-def _rows(label: Label, tensor: Tensor, plain: int, stored: int, codec: str) -> Iterator[SiteReport]:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    first, *others = label.sites
-    yield SiteReport(first, tuple(tensor.shape), dtype, label.state, plain, stored, codec, label.why)
-    for site in others:
-        yield SiteReport(site, tuple(tensor.shape), dtype, SHARED, 0, 0, "", f"stored at {first}")
-
-
 def is_dithered(codec: Codec | None) -> bool:
     """Does decoding need the key of the encoding again?"""
     return bool(getattr(codec, "dither", False))
@@ -214,7 +230,10 @@ def is_dithered(codec: Codec | None) -> bool:
 
 def in_order(x: Tensor, stride: Sequence[int]) -> Tensor:
     """The values in the order in memory in which they will be decoded; a copy if a compiler made another one."""
-    if all(have == want or size == 1 for have, want, size in zip(x.stride(), stride, x.shape, strict=True)):
+    own = x.stride()
+    if own == tuple(stride):
+        return x
+    if all(have == want or size == 1 for have, want, size in zip(own, stride, x.shape, strict=True)):
         return x.as_strided(x.shape, stride)
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
@@ -229,10 +248,9 @@ def _encode(x: Tensor, stride: list[int], codec: str, label: str, rectified: boo
     else:
         packed = made.encode(x, key=key)
         parts = list(packed.buffers)
-    parts = [part.reshape(-1) for part in parts]
-    stored = sum(part.numel() * part.element_size() for part in parts)
-    plain = x.numel() * x.element_size() if what.plain else 0
-    forward.rows += _rows(what, x, plain, stored, str(made))
+    parts = [part if part.dim() == 1 else part.reshape(-1) for part in parts]
+    stored = sum([part.nbytes for part in parts])
+    forward.stored.append(Stored(what, x.shape, x.dtype, x.nbytes if what.plain else 0, stored, made))
     if is_dithered(made):
         parts.append(torch.tensor([packed.key], dtype=torch.int64))
     return parts
@@ -256,12 +274,10 @@ def _decode(
     made, parts = _codec(codec), list(parts)
     key = int(parts.pop()) if is_dithered(made) else 0
     support = parts.pop() if rectified else None
-    bytewise = dtype == torch.uint8 and isinstance(made, Mask)  # each bit becomes a byte
-    meta = TensorMeta(tuple(size), tuple(stride), torch.bool if bytewise else dtype)
+    meta = TensorMeta(tuple(size), tuple(stride), dtype)
     values = made.decode(Packed(made, meta, tuple(parts), key), support=support)
-    values = values.view(torch.uint8) if bytewise else values
     # An operator must not return a view of what it got.
-    return values.clone() if any(values.data_ptr() == part.data_ptr() for part in parts if part.numel()) else values
+    return values.clone() if values.data_ptr() in [part.data_ptr() for part in parts if part.numel()] else values
 
 
 def _fake_decode(
@@ -274,7 +290,7 @@ def _note(kept: list[Tensor], labels: str) -> Tensor:
     forward = _current()
     for tensor, label in zip(kept, _labels(labels), strict=True):
         nbytes = tensor.numel() * tensor.element_size()
-        forward.rows += _rows(label, tensor, nbytes, nbytes, "")
+        forward.stored.append(Stored(label, tensor.shape, tensor.dtype, nbytes, nbytes, None))
     return torch.empty(0, dtype=torch.uint8)
 
 

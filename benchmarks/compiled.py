@@ -15,7 +15,6 @@ graphs in its caches.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import statistics
@@ -26,10 +25,11 @@ from typing import Any
 import torch
 
 import lowtide
-from cases import SUBJECTS, checkpoint_blocks, in_child, tune
-from lowtide.machine.malloc import give_back, start_environment
-from lowtide.machine.measure import Child, reset_peak, resident
+from cases import SUBJECTS, checkpoint_blocks, child, in_child, tune
+from lowtide.machine.malloc import give_back
+from lowtide.machine.measure import reset_peak, resident
 from rows import ORIGIN, RESULTS, append, origin, read
+from turns import take_turns
 
 PAGE = Path(__file__).parent.parent / "docs" / "compile.md"
 METHODS = ("lossless", "division", "auto")
@@ -42,7 +42,10 @@ NAMES = {
 }
 WARM = {"auto": 4}  # steps before any counts: it measures in steps 1 and 3
 PLAIN = "compile"  # beside which times are told
-MEASURED = ("first_s", "min_s", "median_s", "ratio", "steps", "peak", "rest", "held", "graphs", "plain", "stored")
+MEASURED = (
+    *("first_s", "min_s", "median_s", "turns", "ratio", "ratio_low", "ratio_high"),
+    *("peak", "rest", "held", "graphs", "plain", "stored"),
+)
 FIELDS = ["subject", "size", "allocator", "mode", "round", *MEASURED, *ORIGIN]
 
 
@@ -132,34 +135,11 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     }
 
 
-def take_turns(subject: str, modes: list[str], turns: int, allocator: str) -> dict[str, dict[str, Any]]:
+def measure(subject: str, modes: list[str], turns: int, allocator: str) -> dict[str, dict[str, Any]]:
     """Every mode in a process of its own, a step of each in each turn; what was measured, by mode."""
-    variables = start_environment() if allocator == "tuned" else {}
-    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
-    found: dict[str, dict[str, Any]] = {}
-    with contextlib.ExitStack() as opened:
-        children: dict[str, Child] = {}
-        for mode in modes:
-            what = {"subject": subject, "size": SUBJECT[subject], "mode": mode, "prepare": False, "turns": turns}
-            child = Child("compiled:step_child", what | {"allocator": allocator}, exact_rss=False, variables=variables)
-            children[mode] = opened.enter_context(child)
-            child.resume()
-        for _ in range(turns):
-            for mode, child in children.items():
-                event = child.resume()
-                assert event is not None
-                seconds[mode].append(event["seconds"])
-        for mode, child in children.items():
-            child.resume()
-            assert child.result is not None
-            found[mode] = {
-                **child.result,
-                "min_s": min(seconds[mode]),
-                "median_s": statistics.median(seconds[mode]),
-                "ratio": statistics.median(a / b for a, b in zip(seconds[mode], seconds[PLAIN], strict=True)),
-                "steps": turns,
-            }
-    return found
+    argument = {"subject": subject, "size": SUBJECT[subject], "prepare": False, "turns": turns}
+    processes = {mode: child("compiled:step_child", argument | {"mode": mode}, allocator) for mode in modes}
+    return take_turns(processes, turns, PLAIN)
 
 
 HEADS = ("", "step / compile", "median step", "fastest", "peak of a step", "/ compile", "kept", "/ compile")
@@ -191,7 +171,7 @@ def table(rows: list[dict[str, str]]) -> str:
     rounds = min(
         max(int(row["round"]) for row in rows if row["subject"] == subject) for subject in {r["subject"] for r in rows}
     )
-    turns = min(int(row["steps"]) for row in rows)
+    turns = min(int(row["turns"]) for row in rows)
     return "\n".join([*lines, "", f"Rounds: {rounds}, turns in each: {turns}. {'; '.join(sorted(made))}."])
 
 
@@ -242,7 +222,7 @@ def _measure(subject: str, modes: list[str], options: argparse.Namespace) -> Non
     made = origin()
     done = [int(row["round"]) for row in read(options.out) if row["subject"] == subject]
     number = max(done, default=0) + 1
-    for mode, found in take_turns(subject, modes, options.turns, options.allocator).items():
+    for mode, found in measure(subject, modes, options.turns, options.allocator).items():
         cells = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in found.items()}
         what = {"subject": subject, "size": SUBJECT[subject], "allocator": options.allocator, "mode": mode}
         append(options.out, FIELDS, what | {"round": number} | cells | made)

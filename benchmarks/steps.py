@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import resource
 import statistics
@@ -27,6 +26,7 @@ from cases import BATCH, METHODS, SUBJECTS, checkpoint_blocks, child, in_child, 
 from lowtide.machine.malloc import give_back
 from lowtide.machine.measure import reset_peak, resident
 from rows import ORIGIN, append, origin, read
+from turns import take_turns
 
 WARM = 4  # steps before any counts: the first compiles, and an adaptive method measures in steps 1 and 3
 TURNS = 12  # that count
@@ -154,7 +154,7 @@ def busy(load: str) -> Iterator[None]:
 
 
 def measure(group: Group, turns: int = TURNS) -> dict[str, dict[str, Any]]:
-    """The cells of each mode's row: all processes are warm before the first turn, and take turns from then on."""
+    """The cells of each mode's row."""
     argument = {
         "subject": group.subject,
         "size": group.size,
@@ -163,45 +163,9 @@ def measure(group: Group, turns: int = TURNS) -> dict[str, dict[str, Any]]:
         "turns": turns,
         "turn_seconds": TURN_SECONDS,
     }
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(busy(group.load))
-        children = {}
-        for mode in group.modes:
-            process = child("steps:step_child", argument | {"mode": mode}, group.allocator)
-            children[mode] = stack.enter_context(process)
-            children[mode].resume()
-        seconds: dict[str, list[float]] = {mode: [] for mode in group.modes}
-        for turn in range(turns):
-            # Backwards in every other turn: no mode always comes behind the same one.
-            for mode in group.modes[:: -1 if turn % 2 else 1]:
-                event = children[mode].resume()
-                assert event is not None
-                seconds[mode].append(event["seconds"])
-        found: dict[str, dict[str, Any]] = {}
-        for mode, process in children.items():
-            process.resume()
-            assert process.result is not None
-            found[mode] = process.result
-    for mode, cells in found.items():
-        ratios = [a / b for a, b in zip(seconds[mode], seconds["plain"], strict=True)]
-        low, high = median_interval(ratios)
-        cells |= {"min_s": min(seconds[mode]), "median_s": statistics.median(seconds[mode]), "turns": turns}
-        cells |= {"ratio": statistics.median(ratios), "ratio_low": low, "ratio_high": high}
-    return found
-
-
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """Bounds of the median at 95 % or more, whatever the distribution.
-
-    The true median lies between the k-th smallest and the k-th largest of n values unless fewer than k of them lie on
-    one side of it, and that number is binomial with probability one half. With fewer than six values no k does.
-    """
-    ordered, n = sorted(values), len(values)
-    outside, k = 0.0, 0
-    while 2 * (outside + math.comb(n, k) / 2**n) <= 0.05:
-        outside += math.comb(n, k) / 2**n
-        k += 1
-    return ordered[max(k, 1) - 1], ordered[-max(k, 1)]
+    with busy(group.load):
+        processes = {m: child("steps:step_child", argument | {"mode": m}, group.allocator) for m in group.modes}
+        return take_turns(processes, turns, "plain")
 
 
 def run(path: Path, groups: list[Group], rounds: int, budget: float) -> bool:

@@ -14,6 +14,7 @@ import compiled
 import page
 import rows
 import steps
+import turns
 
 MIB = 2**20
 
@@ -26,7 +27,7 @@ def test_page_is_made_from_its_rows() -> None:
 @pytest.mark.parametrize("name", ["steps.csv", "codecs.csv"])
 def test_every_row_says_where_it_comes_from(name: str) -> None:
     found = rows.read(page.RESULTS / name)
-    assert len(found) > 20
+    assert len(found) > 15
     assert all(row[cell] for row in found for cell in rows.ORIGIN)
 
 
@@ -128,11 +129,11 @@ def test_a_row_has_time_and_peak_of_the_same_steps(monkeypatch: pytest.MonkeyPat
 
 def test_the_interval_of_a_median_holds_it_in_95_of_100_cases() -> None:
     """Of twelve draws the third smallest and the third largest bound the median in 1 - 2 * 79 / 4096 of all cases."""
-    assert steps.median_interval([float(v) for v in range(12, 0, -1)]) == (3.0, 10.0)
-    assert steps.median_interval([2.0, 1.0, 3.0]) == (1.0, 3.0)
-    assert steps.median_interval([5.0]) == (5.0, 5.0)
+    assert turns.median_interval([float(v) for v in range(12, 0, -1)]) == (3.0, 10.0)
+    assert turns.median_interval([2.0, 1.0, 3.0]) == (1.0, 3.0)
+    assert turns.median_interval([5.0]) == (5.0, 5.0)
     drawn = np.random.default_rng(0).exponential(size=(4000, 12))
-    inside = sum(low <= math.log(2) <= high for low, high in map(steps.median_interval, drawn.tolist()))
+    inside = sum(low <= math.log(2) <= high for low, high in map(turns.median_interval, drawn.tolist()))
     # 96.1 % are expected; three deviations of a share of 4000 cases are 0.9 %.
     assert abs(inside / 4000 - (1 - 2 * 79 / 4096)) < 0.0092
 
@@ -153,7 +154,7 @@ def test_compiled_modes_take_turns_and_are_compared_within_a_turn(
     times = {"compile": [1.0, 2.0, 4.0], "compile-division": [1.2, 2.2, 6.0]}
 
     class Child:
-        def __init__(self, function: str, argument: dict[str, str], **_: object) -> None:
+        def __init__(self, function: str, argument: dict[str, str], allocator: str) -> None:
             self.mode = argument["mode"]
             self.result = {"first_s": 9.0, "peak": 5 * MIB, "rest": MIB, "held": 2 * MIB}
             self.result |= {"graphs": 1, "plain": 0, "stored": 0}
@@ -169,10 +170,13 @@ def test_compiled_modes_take_turns_and_are_compared_within_a_turn(
             ran.append(self.mode)
             return next(self.events, None)
 
-    monkeypatch.setattr(compiled, "Child", Child)
-    found = compiled.take_turns("gpt", list(times), 3, "default")
-    assert ran == list(times) * 5  # warm up, three turns, the rest
+    monkeypatch.setattr(compiled, "child", Child)
+    found = compiled.measure("gpt", list(times), 3, "default")
+    forwards, backwards = list(times), list(times)[::-1]
+    assert ran == [*forwards, *forwards, *backwards, *forwards, *forwards]  # warm up, three turns, the rest
     assert found["compile-division"]["ratio"] == pytest.approx(1.2)
+    assert found["compile-division"]["ratio_low"] == pytest.approx(1.1)
+    assert found["compile-division"]["ratio_high"] == pytest.approx(1.5)
     assert found["compile-division"]["median_s"] == 2.2
     made = dict.fromkeys(rows.ORIGIN, "x")
     for mode, cells in found.items():

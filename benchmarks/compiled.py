@@ -172,7 +172,7 @@ def table(rows: list[dict[str, str]]) -> str:
         max(int(row["round"]) for row in rows if row["subject"] == subject) for subject in {r["subject"] for r in rows}
     )
     turns = min(int(row["turns"]) for row in rows)
-    return "\n".join([*lines, "", f"Rounds: {rounds}, turns in each: {turns}. {'; '.join(sorted(made))}."])
+    return "\n".join([*lines, "", f"Rounds: {rounds}, turns in each: at least {turns}. {'; '.join(sorted(made))}."])
 
 
 def _title(mode: str, network: str) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import fresh
 import page
 import rows
 import steps
@@ -116,9 +115,9 @@ def test_a_row_has_time_and_peak_of_the_same_steps(monkeypatch: pytest.MonkeyPat
     assert found["plain"] == found["stored"] == 0
 
 
-def test_settings_of_malloc_in_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
-    command = [sys.executable, str(Path(steps.__file__).with_name("run.py")), "step"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_settings_of_malloc_in_the_environment_are_refused() -> None:
+    program = str(Path(steps.__file__).with_name("run.py"))
+    code = f"import runpy, sys; sys.argv[1:] = ['step']; runpy.run_path({program!r}, run_name='__main__')"
+    done = fresh.run(code, MALLOC_MMAP_MAX_="0")
     assert done.returncode == 2
     assert "MALLOC_MMAP_MAX_ would change the default allocator" in done.stderr

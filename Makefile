@@ -23,8 +23,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/lowtide demo
 
-# Two processes; threads that wait for others give up their core at once.
-TESTS := GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Two processes of one thread: two of two threads take nearly twice the time of the cores. Tests of threads ask for them,
+# and those that wait for others give up their core at once.
+TESTS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Triton's kernels come first, in its interpreter: that is a choice for a whole process.
 test: test-gpu

@@ -60,8 +60,11 @@ class Row(NamedTuple):
 
 def marked(path: Path) -> list[Row]:
     """Rows of a test file, read from its text: no package is needed for that."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found: list[Row] = []
+    text = path.read_text(encoding="utf-8")
+    if "pytest.mark.stack" not in text:
+        return found  # most files, and parsing them all takes seconds
+    for node in ast.walk(ast.parse(text)):
         for mark in getattr(node, "decorator_list", ()):
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.stack":
                 stack, what = (ast.literal_eval(argument) for argument in mark.args)

@@ -129,7 +129,6 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_kernels.py::test_levels": ("dtype0-2-",),
     "test_kernels.py::test_levels_in_threads": ("2 threads-2",),
     "test_kernels.py::test_no_place_for_a_cache": (),
-    "test_kernels.py::test_notice_and_cache": (),
     "test_kernels.py::test_pack_band": ("dtype0",),
     "test_kernels.py::test_reference_on_request": (),
     "test_kernels.py::test_samples": ("dtype0-False",),
@@ -199,11 +198,22 @@ SLOW: dict[str, tuple[str, ...]] = {
 
 
 def pytest_collection_modifyitems(items):
+    if any(item.path.name == "test_kernels.py" for item in items):
+        _compile_kernels(os.environ.get("PYTEST_XDIST_WORKER", ""))
     for item in items:
         function, _, case = item.name.partition("[")
         words = SLOW.get(f"{item.path.name}::{function}")
         if words is not None and not any(word in case for word in words):
             item.add_marker("slow")
+
+
+def _compile_kernels(worker):
+    """Two processes begin at the two ends of the list, so that each finds half of it in the cache."""
+    if worker in ("gw0", "gw1"):
+        from lowtide.kernels import cpu
+
+        for name in cpu.KERNELS if worker == "gw0" else reversed(cpu.KERNELS):
+            cpu.compile(name)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,9 @@ import socket
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+import fresh  # noqa: F401  the processes are forked where torch is imported
 
 
 def on_two_ranks(work, path):
@@ -18,7 +21,7 @@ def on_ranks(work, path, count):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (port, path, work, count), nprocs=count)
+    start_processes(_rank, (port, path, work, count), count, start_method="forkserver")
     return [torch.load(path / f"{rank}.pt") for rank in range(count)]
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import compiled
+import fresh
 import page
 import rows
 import steps
@@ -138,10 +137,10 @@ def test_the_interval_of_a_median_holds_it_in_95_of_100_cases() -> None:
     assert abs(inside / 4000 - (1 - 2 * 79 / 4096)) < 0.0092
 
 
-def test_settings_of_malloc_in_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
-    command = [sys.executable, str(Path(steps.__file__).with_name("run.py")), "step"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_settings_of_malloc_in_the_environment_are_refused() -> None:
+    program = str(Path(steps.__file__).with_name("run.py"))
+    code = f"import runpy, sys; sys.argv[1:] = ['step']; runpy.run_path({program!r}, run_name='__main__')"
+    done = fresh.run(code, MALLOC_MMAP_MAX_="0")
     assert done.returncode == 2
     assert "MALLOC_MMAP_MAX_ would change the default allocator" in done.stderr
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +17,12 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fresh
 import lowtide
 from lowtide.codecs import GroupQuant
 from lowtide.graph import capture
 from lowtide.session.handles import _covers
 
-SOURCES = Path(lowtide.__file__).parent.parent
 PRELUDE = """
 import torch, lowtide
 from torch import nn
@@ -56,15 +52,7 @@ class Halve(torch.autograd.Function):
 
 def in_child(code: str, timeout: float = 180.0) -> str:
     """Run ``code`` after the prelude in a process of its own, which is ended if it hangs; what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        check=False,
-    )
+    done = fresh.run(PRELUDE + code, timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -209,7 +209,7 @@ def test_demo_runs_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("sklearn")
     path = tmp_path / "demo.json"
-    command = [sys.executable, "-m", "lowtide", "demo", "--steps", "8", "--batch", "64", "--json", str(path)]
+    command = [sys.executable, "-m", "lowtide", "demo", "--steps", "7", "--batch", "32", "--json", str(path)]
     command += ["--page", str(tmp_path / "page.html")]
     environment = dict(os.environ)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+import fresh
 
 
-def test_importing_lowtide_imports_no_trainer():
-    found = run(
-        "import sys, lowtide; print({'transformers', 'accelerate', 'lightning', 'peft', 'trl'} & set(sys.modules))"
+def test_importing_lowtide_imports_no_trainer_and_no_compiler():
+    found = fresh.run(
+        "import sys, lowtide; print({'transformers', 'accelerate', 'lightning', 'peft', 'trl'} & set(sys.modules)"
+        " | {'torch._dynamo'} & set(sys.modules))"
     )
     assert found.stdout.strip() == "set()", found.stderr
 
@@ -24,7 +20,7 @@ def test_importing_lowtide_imports_no_trainer():
     [("hf", "transformers", "lowtide[hf]"), ("lightning", "lightning", "lowtide[lightning]")],
 )
 def test_without_its_package_a_callback_names_what_to_install(module, package, extra):
-    found = run(
+    found = fresh.run(
         f"import sys; sys.modules['{package}'] = None\n"
         f"from lowtide.integrations.{module} import LowtideCallback\n"
         f"try: LowtideCallback()\nexcept ImportError as error: print(error)"

@@ -206,6 +206,8 @@ def misplaced(names, namespace):
 
 def test_public_names_are_those_that_are_bound():
     assert lowtide.__all__ == sorted(set(lowtide.__all__))
+    assert lowtide.compile is vars(lowtide)["compile"], "bound when it is first asked for"
+    assert set(lowtide.__all__) <= set(dir(lowtide))
     assert not misplaced(lowtide.__all__, lowtide)
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", lowtide.__version__)
 

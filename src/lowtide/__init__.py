@@ -7,10 +7,11 @@ exact ones. ``profile`` tells where the memory of a step goes, ``plan`` makes it
 largest batch. ``checkpoint`` runs a block again in backward, from compressed inputs.
 """
 
+import typing
+
 from . import codecs
 from .attachment import Attachment, attach, compress
 from .codecs import Codec
-from .compiling.compiled import Compiled, compile
 from .graph.capture import Site
 from .graph.rules import Need, register_rule
 from .machine.malloc import tune_cpu_allocator
@@ -38,6 +39,9 @@ from .report import Report
 from .session import Session, checkpoint, forget
 from .verify.check import CheckResult, check
 from .verify.guard import Guard
+
+if typing.TYPE_CHECKING:
+    from .compiling.compiled import Compiled, compile
 
 __version__ = "0.1.0.dev0"
 
@@ -84,3 +88,17 @@ __all__ = [
     "register_rule",
     "tune_cpu_allocator",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """What compiles, when it is asked for: importing torch's compiler takes longer than importing all the rest."""
+    if name not in ("Compiled", "compile"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .compiling.compiled import Compiled, compile
+
+    globals().update(Compiled=Compiled, compile=compile)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

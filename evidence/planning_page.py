@@ -58,12 +58,14 @@ default of glibc they are most of the time that a plan adds; after `lowtide.tune
 so tune before you plan. A tenth of a step's time counts as much as an error of a tenth.
 
 Three solvers take the same numbers. `"greedy"` walks from the plain step downwards: at the highest moment it takes the
-change that costs least for each byte, until the budget is met. This path does not depend on the budget, so a larger
-budget never costs more. `"lagrangian"`, which plans use unless told otherwise, begins with that and lets the bytes of
-each moment have a price. It never costs more than `"greedy"`, and near the smallest peak far less, but it may cost a
-little more for a slightly larger budget. `"exact"` is for a dozen tensors. All of them also know what `auto` would
-choose with 2, 3, 4 and 6 bits a value, judged by the same peak, time and error, so no plan costs more than those of
-these that fit the budget. What codes of log-probabilities add to the error is not measured, and counts as nothing.
+change that costs least for each byte, until the budget is met. `"lagrangian"`, which plans use unless told otherwise,
+begins with that, lets the bytes of each moment have a price, and looks at what is one change away from the best that
+it found. It never costs more than `"greedy"`, and near the smallest peak far less. Both look for plans without regard
+to the budget, and take the cheapest that fits, so a larger budget never costs more, unless blocks may run again:
+then `"lagrangian"` is asked for the three best sets of blocks alone. `"exact"` is for a dozen tensors. All of them also
+know what `auto` would choose with 2, 3, 4 and 6 bits a value, judged by the same peak, time and error, so no plan costs
+more than those of these that fit the budget. What codes of log-probabilities add to the error is not measured, and
+counts as nothing.
 
 A ReLU whose result is stored reads packed bits in backward, and takes no memory for a mask. What is on its way to host
 memory, or fetched before it is read, counts with as much as a session allows: 256 MiB, or one tensor.

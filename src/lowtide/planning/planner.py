@@ -25,7 +25,7 @@ from ..verify.check import LossFn
 from . import verifying
 from .checkpoints import candidates, checkpointed, selections, share_of
 from .profiling import Part, Profile, Saved, digest
-from .solvers import KEEP, MOST, REBUILD, InfeasibleError, Item, Solution, evaluate, level, path, solve
+from .solvers import KEEP, MOST, REBUILD, InfeasibleError, Item, Solution, evaluate, front, level, path, solve
 
 ALLOWED = ("compress", "rebuild", "offload", "checkpoint")
 """What a plan may do with a tensor, besides keeping it; with "checkpoint" whole modules run again in backward."""
@@ -210,7 +210,7 @@ def plan(
     CPU to a file. With ``"checkpoint"`` whole blocks may run again in backward, which changes no gradient: members of
     a Sequential or a ModuleList that have modules inside, or those that ``blocks`` names, patterns of module paths such
     as ``"layers.*.mlp"``. That goes with ``budget`` and ``error``. ``solver`` is "lagrangian", "greedy" (faster,
-    at most as good, and its cost never rises with the budget) or "exact" (a dozen tensors at most).
+    and at most as good) or "exact" (a dozen tensors at most); the cost of none rises with the budget.
 
     The peak is that of a model of the step: what is still in full in the forward, what is encoded, decoded and released
     in backward, gradients, and the memory inside operators if the profile has it. Raises :class:`BudgetError` if the
@@ -410,18 +410,18 @@ class Problem:
     def least_peak(self, error: float, solver: str) -> Solution:
         """The smallest peak on the way down that keeps the error within a limit."""
         states = path(self.base, self.items, price=self.price)
-        low, high = 0, len(states)  # the first state keeps all that it may, and errors grow along the path
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.error(states[middle].picks) <= error else (low, middle)
-        best = states[low].solution
-        high = len(states)
-        while solver == "lagrangian" and high - low > 1:  # it may have less error at a smaller peak
-            middle = (low + high) // 2
-            found = self.under_peak(states[middle].peak, solver)
-            is_better = self.error(found.picks) <= error
-            low, high, best = (middle, high, found) if is_better else (low, middle, best)
-        return best
+        best = states[0]  # it keeps all that it may
+        fronts = [states[1:]]
+        if solver == "lagrangian":
+            fronts.append(front(self.base, self.items, price=self.price, known=self.known))
+        for found in fronts:
+            rest = [state for state in found if state.peak < best.peak]
+            low, high = -1, len(rest)
+            while high - low > 1:  # errors grow as peaks fall
+                middle = (low + high) // 2
+                low, high = (middle, high) if self.error(rest[middle].picks) <= error else (low, middle)
+            best = rest[low] if low >= 0 else best
+        return best.solution
 
     def under_sum(self, ratio: float | None, bits: float | None, solver: str) -> Solution:
         """The best for a limit on all that is kept, whatever the times."""

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,13 +41,16 @@ _REMEMBERED = 2_000_000
 """For how many pairs of a time and an item a walk remembers the phase."""
 _MOVES = 20
 """The most moves of a walk for each pick of each item. Walks end by themselves; this bounds the time in odd cases."""
-_SCALES = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0)
+_SCALES = (1.0, 0.25, 0.0625)
 """Of the first prices, those that greedy paid: an item that lives at several times paid only one of them."""
-_ROUNDS = 100
-_WORK = 40_000
-"""The most rounds of prices, and for how many items in all of them it is decided whether to rebuild one."""
-_PATIENCE = 5
-"""Rounds without a better bound after which steps get shorter."""
+_LIMITS, _PART, _ROUNDS = 32, 4, 2
+"""Limits at which walks look for savings, spaced by bytes and as many by moves; of so many of them in a row one has
+prices, and so many rounds of them."""
+_SPREAD = 500
+"""The most states whose neighbours are looked at."""
+_LARGE = 150, 250
+"""From so many items on fewer neighbours are looked at, and fewer limits."""
+_STEPS = 100_000
 _PASSES = 3
 """The most passes over all items that look for savings."""
 _EXACT_ITEMS = 12
@@ -112,17 +114,18 @@ class InfeasibleError(ValueError):
         self.at = at
 
 
-@dataclass(frozen=True)
-class State:
-    """One state on the greedy path. Its picks are found by replaying moves: cheapest if states are asked in order."""
+class State(NamedTuple):
+    """One state of a walk. Its picks are found by replaying moves: cheapest if states are asked in order."""
 
     peak: int
     at: int
     cost: float
     error: float
     seconds: float
-    log: _Log = field(repr=False, compare=False)
-    moves: int = field(repr=False)
+    score: float
+    """The cost with a large number for each error that is not finite."""
+    log: _Log
+    moves: int
 
     @property
     def picks(self) -> tuple[int, ...]:
@@ -141,8 +144,8 @@ class _Log:
     def __init__(self, start: Sequence[int]) -> None:
         self.start = tuple(start)
         self.moves: list[tuple[int, int]] = []
-        self.paid: list[tuple[int, float]] = []
-        """For each move the time of the peak then, and the cost of a byte."""
+        self.paid: list[tuple[int, int, float]] = []
+        """For each step the moves before it, the time of the peak then, and the cost of a byte."""
         self._picks, self._done = list(start), 0
 
     def picks_after(self, count: int) -> tuple[int, ...]:
@@ -170,16 +173,18 @@ def solve(
     are not rebuilt themselves, kept or stored, counted through chains and as often as they are used. ``known`` are
     picks that somebody else found: no solver costs more than those of them that meet the limit.
 
-    - ``"greedy"`` takes the first state of :func:`path` that meets the limit. It is fast, and its cost never rises with
-      the limit, because neither the path nor what is known depends on the limit. Its least peak is at most that of all
-      items kept (or stored at least cost, where they may not be kept), and at most that of all items at their smallest:
-      each with the pick that takes the fewest bytes while it waits, and rebuilt only as ``most`` allows. It may be
-      above the smallest possible one.
-    - ``"lagrangian"`` gives the bytes at each time a price, lets each item pick what is best at these prices, corrects
-      the prices, and mends what it finds; it mends what is known too. It meets the limits that greedy meets and no
-      others, and costs at most as much as greedy. Its cost may rise with the limit.
+    - ``"greedy"`` takes the first state of :func:`path` that meets the limit, or what is known. It is fast. Its least
+      peak is at most that of all items kept (or stored at least cost, where they may not be kept), and at most that of
+      all items at their smallest: each with the pick that takes the fewest bytes while it waits, and rebuilt only as
+      ``most`` allows. It may be above the smallest possible one.
+    - ``"lagrangian"`` knows all these states and more. It gives the bytes at each time a price, lets each item pick
+      what is best at these prices, walks down from there and from what is known, and looks at all that is one move away
+      from the best states. It meets the limits that greedy meets, and costs at most as much.
     - ``"exact"`` finds the least cost, and if there is no solution the smallest possible peak. It is for up to twelve
       items with few picks.
+
+    No cost rises with the limit. For "exact" that is plain. The other two make a set of states without a look at the
+    limit, and take the cheapest of those that meet it; a higher limit leaves it at least the same ones to take from.
 
     All are deterministic. A limit that cannot be met raises :class:`InfeasibleError`; solved again with its ``least``
     the same solver succeeds.
@@ -208,21 +213,13 @@ def solve(
     problem = _Problem(base, items, price, most)
     if solver == "exact":
         _check_small(problem)
-    states = _descend(problem)
-    # The states' peaks fall and their costs rise, so the first that meets the limit is the cheapest that does.
+        return _exact(problem, limit)
+    states = _states(problem, solver, known)
+    # The peaks fall and their costs rise, so the first that meets the limit is the cheapest that does.
     found = next((state for state in states if state.peak <= limit), None)
-    if solver == "exact":
-        return _exact(problem, limit, found)
-    others = [_checked_walk(problem, picks) for picks in known]
-    if solver == "lagrangian" and found is not None:
-        return _lagrangian(problem, limit, found, others)
-    fitting = [walk.solution() for walk in others if walk.level.max() <= limit]
-    if found is not None:
-        fitting.insert(0, found.solution)
-    if not fitting:
-        least = min([states[-1].solution, *(walk.solution() for walk in others)], key=lambda each: each.peak)
-        raise _infeasible(limit, least.peak, least.at)
-    return min(fitting, key=lambda each: each.cost)
+    if found is None:
+        raise _infeasible(limit, states[-1].peak, states[-1].at)
+    return found.solution
 
 
 def path(base: Sequence[int], items: Sequence[Item], *, price: float = 0.0, most: int = MOST) -> tuple[State, ...]:
@@ -245,6 +242,23 @@ def path(base: Sequence[int], items: Sequence[Item], *, price: float = 0.0, most
     125 4.0 (1,)
     """
     return _descend(_Problem(base, items, price, most))
+
+
+def front(
+    base: Sequence[int],
+    items: Sequence[Item],
+    *,
+    price: float = 0.0,
+    most: int = MOST,
+    known: Sequence[Sequence[int]] = (),
+) -> tuple[State, ...]:
+    """All states that "lagrangian" takes from, whatever the limit: from state to state peaks fall and costs rise.
+
+    >>> item = Item(100, 0, 1, 3, (), nbytes=(50, 25), error=(1.0, 4.0), seconds=(0.1, 0.1))
+    >>> [(state.peak, state.cost) for state in front([0, 0, 90, 0], [item])]
+    [(190, 0.0), (150, 1.0), (125, 4.0)]
+    """
+    return _states(_Problem(base, items, price, most), "lagrangian", known)
 
 
 def level(base: Sequence[int], items: Sequence[Item], picks: Sequence[int]) -> NDArray[np.int64]:
@@ -271,7 +285,7 @@ def evaluate(
     >>> evaluate([0, 0, 0, 5], [stored, made], [0, REBUILD], price=10.0)
     Solution(picks=(0, -2), cost=15.0, error=5.0, seconds=1.0, peak=150, at=0)
     """
-    return _checked_walk(_Problem(base, items, price, most), picks).solution()
+    return _checked_walk(_Problem(base, items, price, most), picks).state().solution
 
 
 def _checked_walk(problem: _Problem, picks: Sequence[int]) -> _Walk:
@@ -321,6 +335,10 @@ class _Problem:
                 self.users[j].append((i, gain))
         self.most_moves = _MOVES * sum(map(len, self.picks))
         self.worst = self._worst()
+        self.timed = [
+            [self.price * s + self.worst * bad for s, bad in zip(*row, strict=True)]
+            for row in zip(self.seconds, self.bad, strict=True)
+        ]
         self._lay_out()
 
     def _worst(self) -> float:
@@ -334,7 +352,8 @@ class _Problem:
         return min(1.0 + 2.0 * total, 1e200)
 
     def _lay_out(self) -> None:
-        items, times = self.items, len(self.base)
+        """The same as arrays: options first, then what fills a row, then REBUILD and KEEP."""
+        items, times, count = self.items, len(self.base), len(self.items)
         self.born, self.sealed, self.died = (np.array([item[k] for item in items], dtype=np.intp) for k in (1, 2, 3))
         rows = [(i, first, last) for i, windows in enumerate(self.windows) for first, last in windows]
         self.window_item, self.window_first, self.window_last = np.array(rows, dtype=np.intp).reshape(-1, 3).T.copy()
@@ -343,6 +362,49 @@ class _Problem:
         np.add.at(steps, self.born, full)
         np.add.at(steps, self.sealed + 1, -full)
         self.fixed = self.base + steps[:-1].cumsum()
+        width = max((len(item.nbytes) for item in items), default=0)
+
+        def table(rows: Sequence[Sequence[float]], fill: float) -> NDArray[np.float64]:
+            full = [[*row[:-2], *[fill] * (width + 2 - len(row)), *row[-2:]] for row in rows]
+            return np.array(full, dtype=np.float64).reshape(-1, width + 2)
+
+        self.bytes = [table(rows, 0) for rows in (self.sealing, self.waiting, self.opened)]
+        self.errors = table(self.error, 0.0)
+        self.own = table(self.timed, math.inf)
+        self.own[[i for i, item in enumerate(items) if not item.sources], REBUILD] = math.inf
+        self.own[[i for i, item in enumerate(items) if not item.may_keep], KEEP] = math.inf
+        self.weight = np.array([item.weight for item in items])
+        links = [(i, j, gain) for i, item in enumerate(items) for j, gain in item.sources]
+        self.link_item, self.link_source = (np.array([row[k] for row in links], dtype=np.intp) for k in (0, 1))
+        self.link_gain = np.array([gain for _, _, gain in links])
+        phases = ([[(item.sealed, item.sealed)] for item in items], self.waits, self.windows)
+        spans = [
+            (phase * count + i, first, last)
+            for phase, lists in enumerate(phases)
+            for i, pairs in enumerate(lists)
+            for first, last in pairs
+        ]
+        self.span_entry, self.span_first, last = np.array(spans, dtype=np.intp).reshape(-1, 3).T.copy()
+        self.span_power = np.frexp(last + 1 - self.span_first)[1] - 1
+        self.span_second = last + 1 - (1 << self.span_power)
+
+    def highest(self, level: NDArray[np.int64]) -> NDArray[np.int64]:
+        """For each item the highest level before and after it, and in each phase.
+
+        That of a phase comes from the highest of all spans of 1, 2, 4, ... times.
+        """
+        powers = np.repeat(level[None], int(self.span_power.max(initial=0)) + 1, axis=0)
+        for k in range(1, len(powers)):
+            half = 1 << (k - 1)
+            powers[k] = powers[k - 1]
+            np.maximum(powers[k - 1, :-half], powers[k - 1, half:], out=powers[k, :-half])
+        around = np.concatenate([[low := np.iinfo(np.int64).min], level, [low]])
+        before = np.maximum.accumulate(around)[self.sealed]
+        after = np.maximum.accumulate(around[::-1])[::-1][self.died + 2]
+        found = np.full(3 * len(self.items), low)
+        spans = np.maximum(powers[self.span_power, self.span_first], powers[self.span_power, self.span_second])
+        np.maximum.at(found, self.span_entry, spans)
+        return np.stack([np.maximum(before, after), *found.reshape(3, -1)])
 
     def check_picks(self, picks: Sequence[int]) -> None:
         """One pick for each item, and one that it may take."""
@@ -486,21 +548,20 @@ class _Walk:
         self._banned: dict[int, set[int]] = {}
         self._bans = np.empty((3, 64), dtype=np.int64)
         self._ban_count = 0
-        self.moved = (0, KEEP, 0, 0.0)
-        """The last step: item, pick, the time of the peak, the cost of a byte."""
+        self.log = _Log(self.picks)
 
     def totals(self) -> tuple[float, float, float]:
         """Score, error and seconds. The score is the cost with a large number for each error that is not finite."""
         error, seconds = float(self._worth.sum()), float(self._seconds.sum())
         return error + self.problem.price * seconds + self.problem.worst * self.bad, error, seconds
 
-    def solution(self) -> Solution:
-        """The picks with what comes of them."""
-        _, error, seconds = self.totals()
+    def state(self) -> State:
+        """What comes of the picks of now."""
+        score, error, seconds = self.totals()
         error = math.inf if self.bad else error
         at = int(self.level.argmax())
         cost = error + self.problem.price * seconds
-        return Solution(tuple(self.picks), cost, error, seconds, int(self.level[at]), at)
+        return State(int(self.level[at]), at, cost, error, seconds, score, self.log, len(self.log.moves))
 
     def _error_of(self, i: int, pick: int) -> float:
         if pick == REBUILD:
@@ -548,6 +609,7 @@ class _Walk:
             for first, last in problem.windows[i]:
                 self.level[first : last + 1] += opened - waiting
         self.picks[i] = pick
+        self.log.moves.append((i, pick))
         self._seconds[i] = problem.seconds[i][pick]
         self.bad += problem.bad[i][pick] - problem.bad[i][now]
         self._banned.pop(i, None)
@@ -611,8 +673,8 @@ class _Walk:
             i, pick = entry % count, self._target[entry]
             blocker = self.blocker(i, pick, top)
             if blocker is None:
+                self.log.paid.append((len(self.log.moves), at, float(rates[best])))
                 self.move(i, pick)
-                self.moved = i, pick, at, float(rates[best])
                 return True
             self._ban(i, pick, blocker)
 
@@ -623,38 +685,39 @@ class _Walk:
 
     def _offer(self, i: int) -> None:
         """The best move of an item in each phase; of equal ones that which frees more."""
-        problem, now = self.problem, self.picks[i]
+        problem, now, load = self.problem, self.picks[i], self.load[i]
+        costs = [load * error + cost for error, cost in zip(problem.error[i], problem.timed[i], strict=True)]
+        offered = problem.picks[i]
+        if problem.items[i].sources:
+            costs[REBUILD] += load * self._error_of(i, REBUILD)
+            if not self.may_take(i, REBUILD):
+                offered = offered[:-1]
+        if i in self._banned:
+            offered = [pick for pick in offered if pick not in self._banned[i]]
+        cost, count = costs[now], len(self.picks)
         tables = problem.sealing[i], problem.waiting[i], problem.opened[i]
-        errors, seconds, bad = problem.error[i], problem.seconds[i], problem.bad[i]
-        load, price, error, second = self.load[i], problem.price, self.error[i], seconds[now]
-        sealing, waiting, opened = (table[now] for table in tables)
-        banned = self._banned.get(i, ())
-        # Each phase: the rate, the bytes that are freed, the pick.
-        s = w = o = (math.inf, 0, KEEP)
-        for pick in problem.picks[i]:
-            if pick == now or pick in banned:
-                continue
-            if pick == REBUILD:
-                if not self.may_take(i, pick):
-                    continue
-                added = load * (self._error_of(i, pick) - error)
+
+        def best(phase: int, picks: Sequence[int]) -> tuple[float, int]:
+            least, most, target, table = math.inf, 0, KEEP, tables[phase]
+            held = table[now]
+            for pick in picks:
+                freed = held - table[pick]
+                if freed > 0:
+                    rate = (costs[pick] - cost) / freed
+                    if rate < least or (rate == least and freed > most):
+                        least, most, target = rate, freed, pick
+            return least, target
+
+        waits = self._rate[i + count], self._target[i + count] = best(_WAITING, offered)
+        for phase in (_SEALING, _OPEN):
+            entry = i + phase * count
+            if now == KEEP:  # nothing has fewer bytes then
+                self._rate[entry] = math.inf
+            elif now >= 0 <= waits[1]:  # one stored form has so many bytes more than another in every phase
+                others = [pick for pick in (*offered[:1], *offered[-1:], waits[1]) if pick < 0 or pick == waits[1]]
+                self._rate[entry], self._target[entry] = best(phase, others)
             else:
-                added = load * (errors[pick] - error)
-            added += price * (seconds[pick] - second)
-            if bad[pick] != bad[now]:
-                added += problem.worst * (bad[pick] - bad[now])
-            freed = waiting - tables[1][pick]
-            if freed > 0 and (added / freed, -freed) < w[:2]:
-                w = added / freed, -freed, pick
-            freed = sealing - tables[0][pick]
-            if freed > 0 and (added / freed, -freed) < s[:2]:
-                s = added / freed, -freed, pick
-            freed = opened - tables[2][pick]
-            if freed > 0 and (added / freed, -freed) < o[:2]:
-                o = added / freed, -freed, pick
-        for entry, (rate, _, pick) in zip(range(i, len(self._target), len(self.picks)), (s, w, o), strict=True):
-            self._rate[entry] = rate
-            self._target[entry] = pick
+                self._rate[entry], self._target[entry] = best(phase, offered)
 
     def _at(self, at: int) -> NDArray[np.intp]:
         """The entries of all items whose pick matters at a time, each in its phase."""
@@ -695,93 +758,118 @@ class _Walk:
             self._ban_count = left.shape[1]
             self._bans[:, : self._ban_count] = left
 
-    def mend(self, limit: float) -> bool:
-        """Steps until the limit is met; False if it cannot be."""
-        for _ in range(self.problem.most_moves):
-            if self.level.max() <= limit:
-                return True
-            if not self.step():
-                return False
-        return bool(self.level.max() <= limit)
-
     def polish(self, limit: float) -> None:
-        """Moves that lower the cost and keep the limit, those that save most first."""
+        """The move of each item that lowers the cost most and keeps the limit, those that save most first."""
         top = math.floor(min(limit, 2**62)) + 1
         for _ in range(_PASSES):
-            done = False
-            for _, i, pick in sorted(self._savings(top)):
+            count = len(self.log.moves)
+            added, peaks = self.neighbours()
+            added[peaks >= top] = 0.0
+            place, saved = added.argmin(axis=1), added.min(axis=1)
+            item = np.argsort(saved, kind="stable")[: np.count_nonzero(saved < 0)]
+            for i, pick in zip(item.tolist(), _picks(place[item], added).tolist(), strict=True):
                 # An earlier move may have changed what this one brings.
                 if self.added(i, pick) < 0 and self.may_take(i, pick) and self.blocker(i, pick, top) is None:
                     self.move(i, pick)
-                    done = True
-            if not done:
+            if len(self.log.moves) == count:
                 return
 
-    def _savings(self, top: int) -> Iterator[tuple[float, int, int]]:
-        """Moves that lower the cost and raise no time to ``top``: what they add to the cost, item and pick."""
+    def neighbours(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """For each item and pick what it adds to the score, and the peak then."""
         problem = self.problem
-        for i, now in enumerate(self.picks):
-            if now == KEEP:  # nothing costs less
-                continue
-            cheaper = [(added, pick) for pick in problem.picks[i] if (added := self.added(i, pick)) < 0]
-            if not cheaper:
-                continue
-            phases = (
-                (problem.sealing[i], [(problem.items[i].sealed,) * 2]),
-                (problem.waiting[i], problem.waits[i]),
-                (problem.opened[i], problem.windows[i]),
-            )
-            for table, spans in phases:
-                if cheaper and spans:
-                    room = top - 1 - max(int(self.level[first : last + 1].max()) for first, last in spans)
-                    cheaper = [(a, pick) for a, pick in cheaper if table[pick] - table[now] <= max(0, room)]
-            for added, pick in cheaper:
-                yield added, i, pick
+        rows, now, error = np.arange(len(self.picks)), np.array(self.picks, dtype=np.intp), np.array(self.error)
+        errors = problem.errors.copy()
+        made = problem.link_gain * error[problem.link_source]
+        errors[:, REBUILD] = np.bincount(problem.link_item, made, len(rows))
+        added = np.array(self.load)[:, None] * (errors - error[:, None]) + problem.own - problem.own[rows, now, None]
+        added[rows, now] = 0.0
+        outside, *highest = problem.highest(self.level)
+        peaks = np.repeat(outside[:, None], added.shape[1], axis=1).astype(np.float64)
+        for table, high in zip(problem.bytes, highest, strict=True):
+            np.maximum(peaks, table - table[rows, now, None] + high[:, None], out=peaks)
+        return added, peaks
+
+    def better(self, states: _Table) -> Iterator[State]:
+        """States one move away that cost less than all given ones with a peak as low."""
+        added, peaks = self.neighbours()
+        added += self.totals()[0]
+        item, place = np.nonzero(added < states.least(peaks))
+        costs, tops, picks = added[item, place], peaks[item, place], _picks(place, added)
+        least = math.inf
+        for k in np.lexsort((costs, tops)).tolist():
+            i, pick, now = int(item[k]), int(picks[k]), self.picks[item[k]]
+            if costs[k] < least and self.may_take(i, pick):
+                least = costs[k]
+                self.move(i, pick)
+                yield self.state()
+                self.move(i, now)
+
+
+def _picks(places: NDArray[np.intp], table: NDArray[np.float64]) -> NDArray[np.intp]:
+    """The picks at these places in rows of a table: the last two are negative."""
+    width = table.shape[1]
+    return np.where(places < width - 2, places, places - width)
+
+
+class _Table:
+    """The least score of states with a peak as low."""
+
+    def __init__(self, front: Sequence[State]) -> None:
+        self._peaks = np.array([float(state.peak) for state in reversed(front)])
+        self._scores = np.array([math.inf, *(state.score for state in reversed(front))])
+
+    def least(self, peaks: NDArray[np.float64]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = self._scores[np.searchsorted(self._peaks, peaks, side="right")]
+        return found
+
+
+def _states(problem: _Problem, solver: str, known: Sequence[Sequence[int]]) -> tuple[State, ...]:
+    """The front of all that a solver finds. No limit is given, so none of it depends on one."""
+    given = [_checked_walk(problem, picks).state() for picks in known]
+    states = _descend(problem)
+    if solver == "greedy":
+        return _front([*states, *given])
+    return _spread(problem, _front([*states, *given, *_priced(problem, states, given)]))
+
+
+def _front(states: Iterable[State]) -> tuple[State, ...]:
+    """Those that cost less than all with a peak as low: from one to the next peaks fall and costs rise."""
+    found: list[State] = []
+    for state in sorted(states, key=lambda state: (state.peak, state.score)):
+        if not found or state.score < found[-1].score:
+            found.append(state)
+    return tuple(reversed(found))
+
+
+def _spread(problem: _Problem, front: tuple[State, ...]) -> tuple[State, ...]:
+    """The front with states that are one move away from one of it, and again with those of the new ones."""
+    left = max(1, int(_SPREAD * min(1.0, _LARGE[0] / max(1, len(problem.items))) ** 2))
+    done = set[State]()
+    while left and (todo := [state for state in front if state not in done]):
+        todo = todo[:: -(-len(todo) // left)]
+        left -= len(todo)
+        done.update(todo)
+        table = _Table(front)
+        found = [new for state in todo for new in _Walk(problem, state.picks).better(table)]
+        front = _front([*front, *found])
+    return front
 
 
 def _descend(problem: _Problem) -> tuple[State, ...]:
     """The states of :func:`path`."""
     walk = _Walk(problem, problem.start())
-    log = _Log(walk.picks)
-    scores: list[float] = []
-    states: list[State] = []
 
-    def note() -> None:
-        score, error, seconds = walk.totals()
-        at = int(walk.level.argmax())
-        scores.append(score)
-        error = math.inf if walk.bad else error
-        states.append(
-            State(int(walk.level[at]), at, error + problem.price * seconds, error, seconds, log, len(log.moves))
-        )
+    def go_down() -> Iterator[State]:
+        yield walk.state()
+        while len(walk.log.moves) < problem.most_moves and walk.step():
+            yield walk.state()
 
-    def go_down() -> None:
-        note()
-        while len(log.moves) < problem.most_moves and walk.step():
-            i, pick, at, rate = walk.moved
-            log.moves.append((i, pick))
-            log.paid.append((at, rate))
-            note()
-
-    go_down()
-    count, least_peak = len(states), states[-1].peak
-    smallest = problem.smallest()
-    log.moves += [(i, pick) for i, pick in enumerate(smallest) if pick != walk.picks[i]]
-    log.paid += [(0, 0.0)] * (len(log.moves) - len(log.paid))
-    walk = _Walk(problem, smallest)
-    go_down()
-    lower = [pair for pair in zip(scores[count:], states[count:], strict=True) if pair[1].peak < least_peak]
-
-    # Peaks never rise from here to there. From the end: what is not cheaper than a later state is of no use.
-    found: list[State] = []
-    least = math.inf
-    for score, state in reversed([*zip(scores[:count], states[:count], strict=True), *lower]):
-        if score < least:
-            least = score
-            if found and found[-1].peak == state.peak:
-                found.pop()
-            found.append(state)
-    return tuple(reversed(found))
+    states = list(go_down())
+    least = states[-1].peak
+    for i, pick in enumerate(problem.smallest()):
+        if pick != walk.picks[i]:
+            walk.move(i, pick)
+    return _front([*states, *(state for state in go_down() if state.peak < least)])
 
 
 def _infeasible(limit: float, least: int, at: int) -> InfeasibleError:
@@ -799,19 +887,19 @@ def _check_small(problem: _Problem) -> None:
         )
 
 
-def _exact(problem: _Problem, limit: float, found: State | None) -> Solution:
+def _exact(problem: _Problem, limit: float) -> Solution:
     """The least cost by branch and bound, which begins with what greedy found."""
     search = _Search(problem)
+    found = next((state for state in _descend(problem) if state.peak <= limit), None)
     if found is not None:
-        walk = _Walk(problem, found.picks)
-        search.best, search.picks = walk.totals()[0], walk.picks
+        search.best, search.picks = found.score, list(found.picks)
     search.cheapest(limit)
     if search.picks is None:
         search.smallest()
         assert search.picks is not None
-        least = _Walk(problem, search.picks).solution()
+        least = _Walk(problem, search.picks).state()
         raise _infeasible(limit, least.peak, least.at)
-    return _Walk(problem, search.picks).solution()
+    return _Walk(problem, search.picks).state().solution
 
 
 class _Search:
@@ -908,47 +996,58 @@ class _Search:
         return error, sum(counts[j] for j, _ in sources)
 
 
-def _lagrangian(problem: _Problem, limit: float, found: State, known: Sequence[_Walk]) -> Solution:
-    """A cheaper solution than greedy's and than all that is known by prices of the bytes at each time, or the best."""
-    limit = min(limit, float(2**62))
-    walks = [_Walk(problem, found.picks), *known]
-    given = [found.solution, *(walk.solution() for walk in known if walk.level.max() <= limit)]
-    mended = [walk for walk in walks if walk.mend(limit)]
-    for walk in mended:
-        walk.polish(limit)
-    best = min(mended, key=lambda walk: walk.totals()[0])
-    score = best.totals()[0]
-    market = _Market(problem, limit)
-    prices = np.zeros(len(problem.base))
-    for at, rate in found.log.paid[: found.moves]:
-        prices[at] = max(0.0, rate)
-    answers = [market.answer(prices * scale) for scale in _SCALES]
-    answer = high = max(answers, key=lambda answer: answer.bound)
-    rounds = max(_ROUNDS // 4, min(_ROUNDS, _WORK // (1 + market.linked)))
-    every = 1 + len(problem.items) // 100
-    share, idle = 1.0, 0
-    for k in range(rounds):
-        if k % every == 0:
-            walk = _Walk(problem, answer.picks)
-            if walk.mend(limit):
-                walk.polish(limit)
-                if walk.totals()[0] < score:
-                    best, score = walk, walk.totals()[0]
-        # Polyak's step along the excess, with the best cost known in place of the least.
-        excess = answer.level.astype(np.float64) - limit
-        excess[(excess < 0) & (answer.prices == 0)] = 0.0
-        square = float(excess @ excess)
-        if square == 0:
-            break
-        gap = max(score - problem.worst * best.bad - answer.bound, 1e-3 * abs(answer.bound))
-        answer = market.answer(np.maximum(0.0, answer.prices + share * gap / square * excess))
-        idle += 1
-        if answer.bound > high.bound:
-            high, idle = answer, 0
-        elif idle == _PATIENCE:
-            answer, share, idle = high, share / 2, 0
-    # Sums may differ in the last place, and then what was given counts.
-    return min([*given, best.solution()], key=lambda each: each.cost)
+def _priced(problem: _Problem, states: Sequence[State], known: Sequence[State]) -> list[State]:
+    """States of walks that begin with those of greedy, with what is known, and with what items pick at prices."""
+    found: list[State] = []
+
+    def sweep(picks: Sequence[int], limits: Sequence[int]) -> None:
+        """Down from limit to limit, and at each of them moves that save."""
+        walk = _Walk(problem, picks)
+        left = _STEPS // max(1, len(picks))
+        for limit in limits:
+            while walk.level.max() > limit:
+                left -= 1
+                if left < 0 or not walk.step():
+                    return
+                found.append(walk.state())
+            walk.polish(limit)
+            found.append(walk.state())
+
+    high, low = states[0].peak, states[-1].peak
+    count = max(2, _LIMITS * _LARGE[1] // max(_LARGE[1], len(problem.items)))
+    even = {low + k * (high - low) // count for k in range(count)}
+    limits = sorted(even | {states[-1 - k * len(states) // count].peak for k in range(count)}, reverse=True)
+    sweep(states[0].picks, limits)
+    given = sorted(known, key=lambda state: -state.peak)
+    for k, state in enumerate(given):
+        above = given[k - 1].peak if k else math.inf
+        below = given[k + 1].peak if k + 1 < len(given) else 0
+        sweep(state.picks, [limit for limit in limits if below <= limit <= above])
+    market = _Market(problem)
+    prices: list[NDArray[np.float64]] = []
+    for k in range(0, len(limits), _PART):
+        near = limits[k : k + _PART]
+        limit = near[len(near) // 2]
+        start = next(state for state in states if state.peak <= limit)
+        paid = np.zeros(len(problem.base))
+        for moves, at, rate in start.log.paid:
+            if moves < start.moves:
+                paid[at] = max(0.0, rate)
+        prices += [paid * scale for scale in _SCALES]
+        answer = max((market.answer(row, limit) for row in prices), key=lambda answer: answer.bound)
+        for _ in range(_ROUNDS):
+            sweep(answer.picks, near)
+            # Polyak's step along the excess, with the best cost known in place of the least.
+            excess = answer.level.astype(np.float64) - limit
+            excess[(excess < 0) & (answer.prices == 0)] = 0.0
+            square = float(excess @ excess)
+            if square == 0:
+                break
+            score = min(state.score for state in (start, *found) if state.peak <= limit)
+            gap = max(score - answer.bound, 1e-3 * abs(answer.bound))
+            answer = market.answer(np.maximum(0.0, answer.prices + gap / square * excess), limit)
+        prices = [answer.prices]
+    return found
 
 
 class _Answer(NamedTuple):
@@ -964,26 +1063,12 @@ class _Answer(NamedTuple):
 class _Market:
     """Items that pick what is best for them at the prices of the bytes at each time."""
 
-    def __init__(self, problem: _Problem, limit: float) -> None:
-        self.problem, self.limit = problem, limit
-        items = problem.items
-        self._weight = np.array([item.weight for item in items])
-        width = max((len(item.nbytes) for item in items), default=0)
+    def __init__(self, problem: _Problem) -> None:
+        self.problem = problem
+        self._errors = problem.errors.tolist()
+        self._made = [i for i, item in enumerate(problem.items) if item.sources]
 
-        def table(rows: Sequence[Sequence[float]], fill: float) -> NDArray[np.float64]:
-            """Options first, then what fills the row, then REBUILD and KEEP."""
-            full = [[*row[:-2], *[fill] * (width + 2 - len(row)), *row[-2:]] for row in rows]
-            return np.array(full, dtype=np.float64).reshape(-1, width + 2)
-
-        self._bytes = [table(t, 0) for t in (problem.sealing, problem.waiting, problem.opened)]
-        self._error = table(problem.error, 0.0)
-        own = problem.price * table(problem.seconds, 0.0) + problem.worst * table(problem.bad, 0)
-        taken = [[*[0.0] * len(item.nbytes), 0.0, 0.0 if item.may_keep else math.inf] for item in items]
-        self._own = own + table(taken, math.inf)
-        self._made = [i for i, item in enumerate(items) if item.sources]
-        self.linked = len(self._made)
-
-    def answer(self, prices: NDArray[np.float64]) -> _Answer:
+    def answer(self, prices: NDArray[np.float64], limit: float) -> _Answer:
         """Each item in turn, the last first, is rebuilt where that is cheaper; all others take what is cheapest."""
         problem = self.problem
         sums = np.concatenate([[0.0], prices.cumsum()])
@@ -991,17 +1076,18 @@ class _Market:
         spans = sums[problem.window_last + 1] - sums[problem.window_first]
         opened = np.bincount(problem.window_item, spans, len(problem.items))
         waiting = sums[problem.died + 1] - sums[problem.sealed + 1] - opened
-        rent = self._bytes[0] * sealing[:, None] + self._bytes[1] * waiting[:, None] + self._bytes[2] * opened[:, None]
-        own = self._own + rent
+        own = problem.own.copy()
+        for table, rent in zip(problem.bytes, (sealing, waiting, opened), strict=True):
+            own += table * rent[:, None]
         made = own[:, REBUILD].copy()
         own[:, REBUILD] = math.inf
-        loads = self._weight.copy()
+        loads = problem.weight.copy()
         rebuilt = self._rebuild(own, made, loads)
-        costs = loads[:, None] * self._error + own
+        costs = loads[:, None] * problem.errors + own
         chosen = costs.argmin(axis=1)
         least = costs[np.arange(len(chosen)), chosen]
         least[rebuilt] = made[rebuilt]
-        bound = float(least.sum() + prices @ (problem.fixed - self.limit))
+        bound = float(least.sum() + prices @ (problem.fixed - limit))
         keep = costs.shape[1] - 1
         picks = [KEEP if k == keep else k for k in chosen.tolist()]
         counts = [1] * len(picks)
@@ -1013,9 +1099,12 @@ class _Market:
 
     def _rebuild(self, own: NDArray[np.float64], made: NDArray[np.float64], loads: NDArray[np.float64]) -> list[int]:
         """Items that are cheaper to rebuild; their loads go to their sources."""
+        fixed = own.tolist()
+        now = (loads[:, None] * self.problem.errors + own).min(axis=1).tolist()
+        load = loads.tolist()
 
         def cost(i: int, load: float) -> float:
-            return float((load * self._error[i] + own[i]).min())
+            return min([load * e + c for e, c in zip(self._errors[i], fixed[i], strict=True)])
 
         rebuilt = []
         made_from = [1] * len(loads)
@@ -1024,11 +1113,12 @@ class _Market:
             reached = made_from[i] + len(sources) - 1
             if reached > self.problem.most:
                 continue
-            load = float(loads[i])
-            more = sum(cost(j, loads[j] + load * gain) - cost(j, loads[j]) for j, gain in sources)
-            if made[i] + more < cost(i, load):
+            room = now[i] - made[i]
+            if room > 0 and sum(cost(j, load[j] + load[i] * gain) - now[j] for j, gain in sources) < room:
                 rebuilt.append(i)
                 for j, gain in sources:
-                    loads[j] += load * gain
+                    load[j] += load[i] * gain
+                    now[j] = cost(j, load[j])
                     made_from[j] = max(made_from[j], reached)
+        loads[:] = load
         return rebuilt

@@ -316,7 +316,6 @@ def test_the_path_falls_rises_and_says_what_is_true(problem, price):
 @example(wild_problem(random.Random(261)), 0.0, "greedy", None)  # moves of the walk lower the cost and the peak
 @example(wild_problem(random.Random(270)), 0.0, "greedy", None)
 @example(wild_problem(random.Random(1236)), 0.0, "greedy", None)
-@example(random_problem(random.Random(6), 12), 0.3, "lagrangian", None)
 def test_no_cost_rises_with_the_limit(problem, price, solver, data):
     base, items = problem
     known = data.draw(st.lists(st.sampled_from(all_picks(items)), max_size=3)) if data else []
@@ -328,6 +327,17 @@ def test_no_cost_rises_with_the_limit(problem, price, solver, data):
     assert solve(base, items, math.inf, price=price, solver=solver, known=known).cost <= costs[-1]
     if solver == "greedy" and not known:
         assert solve(base, items, math.inf, price=price).cost == states[0].cost
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_no_cost_rises_with_a_slightly_higher_limit(seed):
+    # Here it does if prices are those of the limit itself.
+    base, items = random_problem(random.Random(seed), 20)
+    states = path(base, items, price=0.3)
+    low, high = states[-1].peak, states[0].peak
+    limits = [low + k * (high - low) // 400 for k in (6, 7, 8, 13, 14, 21, 22)]
+    costs = [solve(base, items, limit, price=0.3, solver="lagrangian").cost for limit in limits]
+    assert costs == sorted(costs, reverse=True)
 
 
 @settings(deadline=None, max_examples=120)
@@ -734,7 +744,7 @@ def test_nothing_to_choose(solver):
 
 
 @pytest.mark.slow
-def test_two_thousand_items_take_a_second_or_two():
+def test_two_thousand_items_take_a_second():
     base, items = random_problem(random.Random(0), 2000, options=12, sources=0.5)
     began = time.process_time()
     states = path(base, items, price=0.01)
@@ -742,4 +752,4 @@ def test_two_thousand_items_take_a_second_or_two():
     limit = (states[0].peak + states[-1].peak) / 2
     began = time.process_time()
     assert solve(base, items, limit, price=0.01, solver="lagrangian").peak <= limit
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 5  # a second, where nothing else runs

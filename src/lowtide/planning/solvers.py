@@ -43,14 +43,18 @@ _MOVES = 20
 """The most moves of a walk for each pick of each item. Walks end by themselves; this bounds the time in odd cases."""
 _SCALES = (1.0, 0.25, 0.0625)
 """Of the first prices, those that greedy paid: an item that lives at several times paid only one of them."""
-_LIMITS, _PART, _ROUNDS = 32, 4, 2
-"""Limits at which walks look for savings, spaced by bytes and as many by moves; of so many of them in a row one has
-prices, and so many rounds of them."""
+_LIMITS = 32
+"""Limits that are a part of all bytes apart, and as many that are a part of all greedy moves apart."""
+_PART = 4
+"""For so many limits in a row there are prices."""
+_ROUNDS = 2
+"""How often prices are corrected."""
+_STEPS = 100_000
+"""The most steps of a walk at these limits, divided by the number of items."""
 _SPREAD = 500
 """The most states whose neighbours are looked at."""
-_LARGE = 150, 250
-"""From so many items on fewer neighbours are looked at, and fewer limits."""
-_STEPS = 100_000
+_MANY, _LARGE = 150, 250
+"""From so many items on there are fewer of these states, and fewer limits, because each takes longer."""
 _PASSES = 3
 """The most passes over all items that look for savings."""
 _EXACT_ITEMS = 12
@@ -179,7 +183,8 @@ def solve(
       ``most`` allows. It may be above the smallest possible one.
     - ``"lagrangian"`` knows all these states and more. It gives the bytes at each time a price, lets each item pick
       what is best at these prices, walks down from there and from what is known, and looks at all that is one move away
-      from the best states. It meets the limits that greedy meets, and costs at most as much.
+      from the best states. It meets the limits that greedy meets, and costs at most as much. The more items there
+      are the less it looks at, and from about 1,500 on there are no prices, so that it is little better than greedy.
     - ``"exact"`` finds the least cost, and if there is no solution the smallest possible peak. It is for up to twelve
       items with few picks.
 
@@ -377,7 +382,8 @@ class _Problem:
         links = [(i, j, gain) for i, item in enumerate(items) for j, gain in item.sources]
         self.link_item, self.link_source = (np.array([row[k] for row in links], dtype=np.intp) for k in (0, 1))
         self.link_gain = np.array([gain for _, _, gain in links])
-        phases = ([[(item.sealed, item.sealed)] for item in items], self.waits, self.windows)
+        sealings = [[(item.sealed, item.sealed)] for item in items]
+        phases: list[Sequence[Sequence[tuple[int, int]]]] = [sealings, self.waits, self.windows]
         spans = [
             (phase * count + i, first, last)
             for phase, lists in enumerate(phases)
@@ -765,6 +771,8 @@ class _Walk:
             count = len(self.log.moves)
             added, peaks = self.neighbours()
             added[peaks >= top] = 0.0
+            for i in np.nonzero(added[:, REBUILD] < 0)[0].tolist():
+                added[i, REBUILD] *= self.may_take(i, REBUILD)
             place, saved = added.argmin(axis=1), added.min(axis=1)
             item = np.argsort(saved, kind="stable")[: np.count_nonzero(saved < 0)]
             for i, pick in zip(item.tolist(), _picks(place[item], added).tolist(), strict=True):
@@ -843,7 +851,7 @@ def _front(states: Iterable[State]) -> tuple[State, ...]:
 
 def _spread(problem: _Problem, front: tuple[State, ...]) -> tuple[State, ...]:
     """The front with states that are one move away from one of it, and again with those of the new ones."""
-    left = max(1, int(_SPREAD * min(1.0, _LARGE[0] / max(1, len(problem.items))) ** 2))
+    left = max(1, int(_SPREAD * min(1.0, _MANY / max(1, len(problem.items))) ** 2))
     done = set[State]()
     while left and (todo := [state for state in front if state not in done]):
         todo = todo[:: -(-len(todo) // left)]
@@ -1014,7 +1022,7 @@ def _priced(problem: _Problem, states: Sequence[State], known: Sequence[State]) 
             found.append(walk.state())
 
     high, low = states[0].peak, states[-1].peak
-    count = max(2, _LIMITS * _LARGE[1] // max(_LARGE[1], len(problem.items)))
+    count = int(_LIMITS * min(1.0, _LARGE / max(1, len(problem.items))) ** 2)
     even = {low + k * (high - low) // count for k in range(count)}
     limits = sorted(even | {states[-1 - k * len(states) // count].peak for k in range(count)}, reverse=True)
     sweep(states[0].picks, limits)
@@ -1104,7 +1112,7 @@ class _Market:
         load = loads.tolist()
 
         def cost(i: int, load: float) -> float:
-            return min([load * e + c for e, c in zip(self._errors[i], fixed[i], strict=True)])
+            return float(min([load * e + c for e, c in zip(self._errors[i], fixed[i], strict=True)]))
 
         rebuilt = []
         made_from = [1] * len(loads)

@@ -122,8 +122,7 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     if not give_back():
         raise RuntimeError("what is at rest can be told with glibc's allocator only")
     return {
-        "first_s": warm[0],
-        "third_s": warm[2],
+        "warm": warm,
         "faults": statistics.median(faults),
         "peak": peak,
         "rest": resident("VmRSS"),
@@ -165,7 +164,10 @@ def measure(group: Group, turns: int = TURNS) -> dict[str, dict[str, Any]]:
     }
     with busy(group.load):
         processes = {m: child("steps:step_child", argument | {"mode": m}, group.allocator) for m in group.modes}
-        return take_turns(processes, turns, "plain")
+        found = take_turns(processes, turns, "plain")
+    for cells in found.values():
+        cells["first_s"], _, cells["third_s"], _ = cells.pop("warm")
+    return found
 
 
 def run(path: Path, groups: list[Group], rounds: int, budget: float) -> bool:

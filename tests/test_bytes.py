@@ -41,7 +41,7 @@ def test_measured_peak_falls_below_plain_and_checkpointing():
     common = {"subject": "resnet50", "size": 4, "precision": "float32", "allocator": "default"}
     peak = {}
     for mode in ("plain", "checkpoint", "division"):
-        argument = common | {"mode": mode, "warm": int(mode == "division"), "least": 1, "seconds": 0.0}
+        argument = common | {"mode": mode, "warm": int(mode == "division"), "turns": 1, "turn_seconds": 0.0}
         found = run_child("steps:step_child", argument, exact_rss=True)
         peak[mode] = found["peak"] - found["rest"]
     assert peak["division"] < 0.55 * peak["plain"], peak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import torch
@@ -21,11 +22,13 @@ def on_ranks(work, path, count):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    start_processes(_rank, (port, path, work, count), count, start_method="forkserver")
+    start_processes(_rank, (port, path, work, count, dict(os.environ)), count, start_method="forkserver")
     return [torch.load(path / f"{rank}.pt") for rank in range(count)]
 
 
-def _rank(rank, port, path, work, count):
+def _rank(rank, port, path, work, count, environment):
+    os.environ.clear()  # the process that forks has the environment of its own start
+    os.environ.update(environment)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
     try:
         torch.save(work(rank), path / f"{rank}.pt")

@@ -1599,6 +1599,7 @@ _bits = torch.tensor([1, 3, 8], dtype=torch.uint8)
 _positions = torch.arange(40) % 9
 _scodes, _sside = reference.quantize_samples(_flat, _bits, 70, 16, 1, False)
 _FP8 = tuple(getattr(torch, n) for n in FP8)
+_tiles = reference.quantize_channels(_flat, (20, 6, 1), 16, 2, 1, False)
 CALLS = {
     "quantize_groups": [(_flat.to(d), 40, 16, 2, 1, p) for d in FLOATS for p in (False, True)]
     + [(_flat, 120, 120, 8, -1, False), (_flat[:0], 0, 16, 2, 1, False), (_flat, 40, 16, 2, 1, False, _levels)],
@@ -1652,6 +1653,10 @@ CALLS = {
         for s in (None, _mask)
         for k in (None, 1)
         for o in (None, _flat)
+    ],
+    "norm_backward": [
+        (_flat, None, *_tiles, (20, 6, 1), (), 0, 0, 16, 2, 1, torch.ones(6), torch.ones(6), w)
+        for w in (None, torch.ones(6))
     ],
     "pack_band": [(_flat.to(d), -0.5, 0.5, True, False) for d in FLOATS] + [(_flat > 0, 0.0, 1.0, False, True)],
     "unpack_band": [(_mask, 120, d, 1.0, 0.0) for d in (*FLOATS, torch.bool)],

@@ -223,6 +223,13 @@ def test_affine_of_codes(geometry: tuple[int, int, int]) -> None:
         contract.check_scaled(geometry, 256, 3, dither=has == 7, has=has)
 
 
+@pytest.mark.parametrize("how", contract.NORMS)
+def test_norm_backward(how: str) -> None:
+    x = sample(6 * 5 * 49, torch.float32)
+    given = contract.norm_arguments(x, (6, 5, 49), how, 256, 3, dither=True, weighted=True)
+    assert_same(gpu.norm_backward(*given), reference.norm_backward(*given), how)
+
+
 @pytest.mark.parametrize("target", contract.FP8)
 def test_casts(target: torch.dtype) -> None:
     for number, dtype in enumerate(FLOATS):

@@ -426,6 +426,7 @@ def test_the_reference_waits_for_no_device() -> None:
         scaled = ((64, 8, 1), x[:8], x[:8], x, mask)
         reference.dequantize_affine(*parts, (64, 8, 1), 60, 2, mask, 3, *scaled[1:])
         reference.rebuild_affine(x.clone(), *scaled)
+        reference.norm_backward(x, None, *parts, (64, 8, 1), (), 0, 0, 60, 2, 3, x[:8], x[:8], x[:8])
         reference.spread_blocks(reference.block_means(x, (2, 1, 16, 16, 1), 3, x.dtype), (2, 1, 16, 16, 1), 3, x.dtype)
         reference.range_energy(x, 256, 60, True)
         reference.uncast_groups(*reference.cast_groups(x, 256, 60, torch.float8_e4m3fn), 256, 60, torch.float16)
@@ -730,6 +731,104 @@ def test_affine_with_parts_that_do_not_fit(wrong: str) -> None:
         ops.rebuild_affine(torch.ones(120), *parts.values())
 
 
+def norm_arguments(
+    x: Tensor, geometry: tuple[int, int, int], how: str, group: int, bits: int, dither: bool, weighted: bool
+) -> tuple[object, ...]:
+    """``x`` packed in a way of ``how``, as ``norm_backward`` takes it."""
+    samples, channels, inner = geometry
+    grad, key, row, block, frame = sample(x.numel(), torch.float32, 5), 77, 0, 0, ()
+    if how == "blocks":
+        width = next(w for w in range(math.isqrt(inner), 0, -1) if inner % w == 0)
+        block, row, frame = 8, channels * inner, (samples * channels, 1, inner // width, width, 1)
+        packed = reference.quantize_blocks(x, frame, block, row, group, bits, key, False)
+    elif how == "channels":
+        packed = (None, *reference.quantize_channels(x, geometry, group, bits, key, False))
+    else:
+        row = channels * inner if how == "samples" else inner
+        packed = (None, *reference.quantize_groups(x, row, group, bits, key, False))
+    values = x.view(geometry)
+    mean, invstd = values.mean((0, 2)), 1 / (values.std((0, 2), correction=0) + 1e-3)
+    weight = sample(channels, torch.float32, 6) if weighted else None
+    return (grad, *packed, geometry, frame, block, row, group, bits, key if dither else None, mean, invstd, weight)
+
+
+NORMS = ("blocks", "channels", "samples", "rows")
+MAPS = [(2, 3, 784), (3, 5, 256), (2, 3, 1000), (70, 13, 1), (16, 37, 49), (5, 40, 196), (1, 1, 16), (3, 2, 5000)]
+
+
+@pytest.mark.parametrize("how", NORMS)
+@pytest.mark.parametrize("geometry", MAPS, ids=str)
+def test_norm_backward(geometry: tuple[int, int, int], how: str) -> None:
+    for bits in (2, 3, 8):
+        x = 3 * sample(math.prod(geometry), torch.float32, 3) + 1
+        given = norm_arguments(x, geometry, how, 256, bits, dither=bits != 8, weighted=bits != 3)
+        assert_same(ops.norm_backward(*given), reference.norm_backward(*given), (bits, how))
+    assert kernels.status()["norm_backward"] == "numba"
+
+
+def test_norm_backward_with_small_groups() -> None:
+    """Groups that begin before the first value of a piece and end after its last, or lie all in one."""
+    for how in NORMS:
+        for group in (7, 60):
+            x = sample(3 * 33 * 150, torch.float32, 3)
+            given = norm_arguments(x, (3, 33, 150), how, group, 2, dither=True, weighted=True)
+            assert_same(ops.norm_backward(*given), reference.norm_backward(*given), (group, how))
+
+
+def test_norm_backward_in_threads(threads: int) -> None:
+    for how in NORMS:
+        x = sample(4 * 19 * 5000, torch.float32, 3)
+        given = norm_arguments(x, (4, 19, 5000), how, 256, 2, dither=False, weighted=True)
+        assert_same(ops.norm_backward(*given), reference.norm_backward(*given), how)
+
+
+@pytest.mark.parametrize("how", NORMS)
+def test_norm_backward_is_the_gradient(how: str) -> None:
+    """Beside autograd's in float64: each sum of n terms of size m is off by n * m units in the last place at most."""
+    samples, _, inner = geometry = (4, 6, 144)
+    x = sample(math.prod(geometry), torch.float32, 3)
+    given = norm_arguments(x, geometry, how, 256, 4, dither=True, weighted=True)
+    grad, mean, invstd, weight = (given[i].double() for i in (0, 11, 12, 13))
+    found = [t.double() for t in ops.norm_backward(*given)]
+    low, codes, side = given[1:4]
+    if how == "blocks":
+        decoded = reference.dequantize_blocks(low, codes, side, *given[5:10], torch.float32, None, None, 77)
+    elif how == "channels":
+        decoded = reference.dequantize_channels(codes, side, geometry, 256, 4, torch.float32, None, None, 77)
+    else:
+        decoded = reference.dequantize_groups(codes, side, x.numel(), *given[7:10], torch.float32, None, None, 77)
+    values, grads = decoded.double().view(geometry), grad.view(geometry)
+    truth = torch.ops.aten.native_batch_norm_backward(
+        grads, values, weight, None, None, mean, invstd, True, 0.0, [True, True, True]
+    )
+    scaled = (values - mean.view(-1, 1)) * invstd.view(-1, 1)
+    count = samples * inner
+    unit = 2.0**-23 * count * grads.abs().max()
+    assert (found[2] - truth[2]).abs().max() <= unit
+    assert (found[1] - truth[1]).abs().max() <= unit * scaled.abs().max()
+    factor = (invstd * weight).abs().max() * (1 + scaled.abs().max()) ** 2
+    assert (found[0].view(geometry) - truth[0]).abs().max() <= 4 * unit / count * inner * factor
+
+
+def test_norm_backward_keeps_a_nan_in_its_channel() -> None:
+    x = sample(2 * 3 * 512, torch.float32, 3)
+    x.view(2, 3, 512)[1, 1, 7] = NAN
+    given = list(norm_arguments(sample(x.numel(), torch.float32, 3), (2, 3, 512), "channels", 256, 2, False, True))
+    given[2:4] = reference.quantize_channels(x, (2, 3, 512), 256, 2, 77, False)
+    for_input, for_weight, for_bias = ops.norm_backward(*given)
+    assert for_input.view(2, 3, 512).isnan().all(2).tolist() == [[False, True, False]] * 2
+    assert for_weight.isnan().tolist() == [False, True, False]
+    assert not for_bias.isnan().any()
+
+
+def test_norm_backward_with_parts_that_do_not_fit() -> None:
+    """They go to the reference, which raises what torch would."""
+    given = norm_arguments(sample(1200, torch.float32, 3), (3, 4, 100), "rows", 50, 2, False, True)
+    for place, wrong in ((0, given[0][:-1]), (2, given[2][:-3]), (11, given[11][:-1]), (4, (3, 4, 99))):
+        with pytest.raises((RuntimeError, IndexError)):
+            ops.norm_backward(*given[:place], wrong, *given[place + 1 :])
+
+
 BANDS = [(0.0, INF), (-0.0, 0.0), (-1.0, 1.0), (0.1, 6.0), (-INF, 0.0), (-INF, INF), (INF, INF), (1.0, -1.0)]
 BANDS += [(NAN, 1.0), (-0.3, -0.1), (1e-42, 1.0), (-3e38, 3e38), (-1e39, 1e39)]
 
@@ -969,6 +1068,7 @@ def test_every_operator_is_compiled() -> None:
         ops.rebuild_affine(x.clone(), (2, 2, 4), x[:2], x[:2], None, None)
         runs = ops.quantize_channels(x, (1, 2, 8), 8, 2, 0, False)
         ops.dequantize_affine(*runs, (1, 2, 8), 8, 2, None, None, x[:2], x[:2], None, None)
+        ops.norm_backward(x, None, *runs, (1, 2, 8), (), 0, 0, 8, 2, None, x[:2], x[:2], None)
         ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)
         band = ops.pack_band(x, 0.0, 1.0, True, False)
         ops.unpack_band(band, 16, torch.float32, 1.0, 0.0)

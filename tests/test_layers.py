@@ -37,6 +37,7 @@ LAYERS = [
         "session.packing",
         "session.recomputing",
         "session.handles",
+        "session.norms",
         "session.ledger",
         "session.memory",
     ],

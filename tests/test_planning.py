@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.codecs import Cast, GroupQuant
+from lowtide.codecs import BlockMean, Cast, GroupQuant
 from lowtide.planning import fitting, planner
 from lowtide.planning.planner import Problem, budget_for, nbytes_of, usable
 from lowtide.planning.profiling import digest
@@ -355,6 +355,21 @@ def test_a_relu_that_reads_bits_takes_no_memory_for_a_mask(measured):
         item = problem.items[profile.saved.index(saved)]
         (read,) = saved.bit_reads
         assert not any(first <= read[0] <= last for first, last in item.windows)
+
+
+def test_a_batch_norm_that_reads_codes_takes_no_memory_for_its_input(measured):
+    profile = measured[2]
+    normed = [s for s in profile.saved if any(site.op == "NativeBatchNorm" for site in s.sites)]
+    assert normed
+    problem = Problem.of(profile, ("compress", "rebuild", "offload"))
+    for saved in normed:
+        number = profile.saved.index(saved)
+        item, choices = problem.items[number], problem.choices[number]
+        assert saved.code_reads == saved.decodings
+        codes = [k for k, c in enumerate(choices) if isinstance(c.codec, (GroupQuant, BlockMean))]
+        assert item.unopened == tuple(codes)
+        assert 0 < len(codes) < len(choices)
+        assert item.windows
 
 
 def test_bytes_on_their_way_to_the_host_count():

@@ -57,6 +57,7 @@ def wild_problem(source, finite=True):
                 rebuilt_nbytes=source.choice([0, 0, full // 8]),
                 rebuilt_seconds=source.random(),
                 rebuilt_extra=source.choice([0, 0, full]),
+                unopened=tuple(k for k in range(count) if (i + k) % 3 == 0),
             )
         )
     return [source.randrange(30) for _ in range(times)], items
@@ -90,6 +91,7 @@ def drawn_problems(draw, most_items=5, most_options=3, finite=True):
                 rebuilt_nbytes=draw(st.sampled_from([0, 0, 3, 20])),
                 rebuilt_seconds=draw(numbers),
                 rebuilt_extra=draw(st.sampled_from([0, 0, 15])),
+                unopened=tuple(k for k in range(count) if draw(st.booleans())),
             )
         )
     return base, items
@@ -119,6 +121,7 @@ def random_problem(source, count, options=3, sources=0.4):
                 sources=tuple((j, source.uniform(0, 2)) for j in sorted(behind)),
                 rebuilt_seconds=source.random(),
                 rebuilt_extra=source.choice([0, full // 2]),
+                unopened=tuple(range(options)) if i % 2 else (),
             )
         )
     return [source.randrange(0, 100) for _ in range(2 * half)], items
@@ -134,7 +137,7 @@ def bytes_at(t, item, pick):
         found += item.full
     if item.sealed <= t <= item.died:
         found += stored
-    if any(first <= t <= last for first, last in item.windows):
+    if pick not in item.unopened and any(first <= t <= last for first, last in item.windows):
         found += item.full + (item.rebuilt_extra if pick == REBUILD else 0)
     return found
 

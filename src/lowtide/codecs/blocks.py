@@ -13,7 +13,18 @@ from torch.nn import functional
 
 from ..kernels import ops
 from .base import Codec, Packed, TensorMeta, form_of, layout_of, require, require_float, require_positive, with_stride
-from .groups import BITS, energy_of, quantized_nbytes, require_dither, require_levels, room_for_bits, row_of, steps_of
+from .groups import (
+    BITS,
+    energy_of,
+    is_plain,
+    maps_of,
+    quantized_nbytes,
+    require_dither,
+    require_levels,
+    room_for_bits,
+    row_of,
+    steps_of,
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,26 @@ class BlockMean(Codec):
                 kept = ops.unpack_band(support, meta.numel, torch.bool, True, False)
                 return values.masked_fill_(kept.as_strided(meta.shape, meta.stride).logical_not_(), 0.0)
         return with_stride(flat.as_strided(meta.shape, stride), meta.stride)
+
+    def maps(self, meta: TensorMeta) -> tuple[int, int, int] | None:
+        """See :meth:`GroupQuant.maps`."""
+        other = self.levels is not None or not self.bits or self.faithful or self.dims != len(meta.shape) - 2
+        return None if other else maps_of(meta)
+
+    def norm_backward(
+        self, packed: Packed, grad: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """See :meth:`GroupQuant.norm_backward`."""
+        meta = packed.meta
+        geometry = self.maps(meta)
+        if geometry is None or not is_plain(grad):
+            return None
+        _, frame, row = _block_frame(meta.shape, meta.stride, self.dims)
+        flat, *of_parameters = ops.norm_backward(
+            grad.view(-1), *packed.buffers, geometry, frame, self.block, row, self.group, self.bits,
+            packed.key if self.dither else None, mean, invstd, weight,
+        )  # fmt: skip
+        return flat.view(meta.shape), of_parameters[0], of_parameters[1]
 
     def small(self, packed: Packed) -> Tensor | None:
         """The means as a smaller map, without a copy; None unless they are all there is and every block is whole."""

@@ -154,6 +154,25 @@ class GroupQuant(Codec):
         )  # fmt: skip
         return flat.as_strided(meta.shape, meta.stride)
 
+    def maps(self, meta: TensorMeta) -> tuple[int, int, int] | None:
+        """(samples, channels, values of a map) if :meth:`norm_backward` is for such tensors."""
+        return None if self.levels is not None else maps_of(meta)
+
+    def norm_backward(
+        self, packed: Packed, grad: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The gradients of a batch norm whose input is packed, without the input; None if it cannot be done so."""
+        meta, (codes, side) = packed.meta, packed.buffers
+        geometry = self.maps(meta)
+        if geometry is None or not is_plain(grad):
+            return None
+        row = 0 if self.layout == "channel" else row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
+        key = packed.key if self.dither else None
+        flat, *of_parameters = ops.norm_backward(
+            grad.view(-1), None, codes, side, geometry, (), 0, row, self.group, self.bits, key, mean, invstd, weight
+        )
+        return flat.view(meta.shape), of_parameters[0], of_parameters[1]
+
     def energy(self, tensor: Tensor, positive: bool) -> Tensor:
         """The sum over all groups of the square of the range, for each value that is counted; one number in float64.
 
@@ -191,6 +210,26 @@ def channels_of(layout: Layout) -> tuple[int, int, int] | None:
         return None
     at = layout.order.index(1)
     return math.prod(layout.sizes[:at]), layout.sizes[at], math.prod(layout.sizes[at + 1 :])
+
+
+_LARGEST_MAPS = 1 << 18
+"""Values of one channel: more do not stay in the cache while a kernel works on them."""
+
+
+def maps_of(meta: TensorMeta) -> tuple[int, int, int] | None:
+    """(samples, channels, values of a map) of a tensor whose maps lie one after the other and are not too large."""
+    if meta.dtype != torch.float32 or len(meta.shape) < 3 or not meta.numel:
+        return None
+    samples, channels, *sizes = meta.shape
+    inner = math.prod(sizes)
+    contiguous = channels_of(layout_of(meta.shape, meta.stride)) == (samples, channels, inner)
+    fits = samples * inner <= _LARGEST_MAPS
+    return (samples, channels, inner) if contiguous and fits else None
+
+
+def is_plain(grad: Tensor) -> bool:
+    """Is it a gradient that a kernel can read?"""
+    return grad.dtype == torch.float32 and grad.is_contiguous()
 
 
 def energy_of(flat: Tensor, row: int, group: int, counted: Tensor | None) -> Tensor:

@@ -75,6 +75,7 @@ _GETTER = type(_DATA.__get__)
 _FAKE: Any = getattr(torch, "_subclasses", None)
 _FakeTensor: Any = getattr(_FAKE, "FakeTensor", type(None))
 _CHECKPOINT: Any = importlib.import_module("torch.utils.checkpoint")
+_TREES: Any = importlib.import_module("torch.utils._pytree")
 _DISPATCH: Any = importlib.import_module("torch.utils._python_dispatch")
 _REGION = "Checkpoint"
 _REENTRANT: Any = getattr(_CHECKPOINT.CheckpointFunction, "_backward_cls", None)
@@ -513,6 +514,41 @@ def is_ordinary_call() -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    )
+
+
+class Shell(Tensor):
+    """A tensor without memory. What operators do with it is up to a subclass, by ``__torch_dispatch__``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Shell:
+        """One of this form."""
+        made: Shell = Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
+        return made
+
+    def __init__(self, *_form: object) -> None:
+        super().__init__()
+
+
+def replaced(kind: type[Tensor], function: Callable[[Any], Tensor], nested: Any) -> Any:
+    """Nested tuples, lists and mappings with each tensor of a kind replaced by what the function makes of it."""
+    return _TREES.tree_map_only(kind, function, nested)
+
+
+def is_ordinary_backward() -> bool:
+    """Does backward run as usual: once, outside of function transforms, and with no mode of others that sees operators?
+
+    A mode of ours that knows what it sees says so.
+    """
+    modes = _DISPATCH._get_current_dispatch_mode_stack()
+    return (
+        not torch.is_grad_enabled()
+        and all(getattr(mode, "knows_packed", False) for mode in modes)
+        and torch._C._functorch.maybe_current_level() is None
     )
 
 

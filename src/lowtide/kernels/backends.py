@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import reference
 
-__all__ = ["note_fallback", "prepare", "register", "served", "status"]
+__all__ = ["is_fast", "note_fallback", "prepare", "register", "served", "status"]
 
 PROCESS = os.getpid()  # a child forked from it must not use the threads it had
 _LAZY = {"cpu": "numba (not compiled yet)", "cuda": "triton (not called yet)", "xpu": "triton (not called yet)"}
@@ -39,6 +39,11 @@ def status(device: torch.device | str = "cpu") -> dict[str, str]:
         return found
     names = (name for own, name in _status if own == "cpu")
     return dict.fromkeys(names, "shapes only" if kind == "meta" else f"reference: no fast kernels for {kind}")
+
+
+def is_fast(name: str, device: str) -> bool:
+    """Has an operator a fast kernel on such a device, as far as is known by now?"""
+    return not _status.get((device, name), "reference").startswith("reference")
 
 
 def served() -> dict[str, dict[str, str]]:

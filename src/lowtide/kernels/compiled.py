@@ -23,7 +23,21 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from . import layout
-from .layout import BATCH, BFLOAT16, BOOL, E4M3, E5M2, FLOAT16, FLOAT32, TILE, TILE_CHANNELS, Coding, Slabs
+from .layout import (
+    BATCH,
+    BFLOAT16,
+    BOOL,
+    E4M3,
+    E5M2,
+    FLOAT16,
+    FLOAT32,
+    GROUPS,
+    SLABS,
+    TILE,
+    TILE_CHANNELS,
+    Coding,
+    Slabs,
+)
 
 # Some versions of Numba are typed and some are not; and no types describe code that Numba compiles.
 numba: Any = import_module("numba")
@@ -1625,7 +1639,8 @@ def _kernel_dequantize_channels(parameters: int, scratch: int, first: int, last:
     gathered = scratch + room.gathered
     for item in range(first, last):
         t = _tile(item, p.outer, p.channels, inner, p.step, p.bits)
-        n, run, target, apart = t.rows * inner, t.groups * inner, p.out + 4 * t.start, between
+        place = t.start // (p.step * between) * p.step * p.apart + t.start % between
+        n, run, target, apart = t.rows * inner, t.groups * inner, p.out + 4 * place, p.apart
         coding, end = Coding(p.codes + t.codes, p.side, n, n, p.bits, p.levels), t.first + t.groups
         _decode(coding, p.dither, (p.key_low, p.key_high), gathered, t.first, end, scratch + room.encode)
         if kind != FLOAT32:
@@ -2222,7 +2237,7 @@ def _kernel_unpack_taps(parameters: int, scratch: int, first: int, last: int) ->
             window = 0 if window == windows else window
 
 
-# ---------------------------------------------------------------- launching
+# ---------------------------------------------------------------- batch norm
 
 
 @_intrinsic
@@ -2236,6 +2251,105 @@ def _call(typing: Any, function: Any, parameters: Any, scratch: Any, first: Any,
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
+
+
+@_intrinsic
+def _norm_sums(typing: Any, x: Any, grad: Any, rows: Any, rest: Any, more: Any, mean: Any) -> Any:
+    """The sum of ``grad`` and that of ``(x - mean) * grad``, over ``rows`` rows of sixteen and ``more`` from ``rest``.
+
+    In vectors by hand: the order of the sums is fixed, which keeps a compiler from finding them.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, grad, rows, rest, more, mean = arguments
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * _SIXTEEN)) for _ in range(2)]
+        mean, beside = _same(builder, mean), builder.add(rest, ir.Constant(_LONG, 4 * _SIXTEEN))
+        for values, factors, count in ((x, grad, rows), (rest, beside, more)):
+            with cgutils.for_range(builder, count) as row:
+                at = _times(builder, row.index, 4 * _SIXTEEN)
+                g = _load(builder, _FLOATS, factors, at)
+                product = builder.fmul(builder.fsub(_load(builder, _FLOATS, values, at), mean), g)
+                for total, term in zip(sums, (g, product), strict=True):
+                    builder.store(builder.fadd(builder.load(total), term), total)
+        found = []
+        for total in sums:
+            lanes, half = builder.load(total), _SIXTEEN // 2
+            while half:
+                other = ir.Constant(_WORDS, [(k + half) % _SIXTEEN for k in range(_SIXTEEN)])
+                lanes = builder.fadd(lanes, builder.shuffle_vector(lanes, lanes, other))
+                half //= 2
+            found.append(builder.extract_element(lanes, ir.Constant(_WORD, 0)))
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return types.UniTuple(types.float32, 2)(*[types.int64] * 5, types.float32), generate
+
+
+@_plain
+def _decode_channels(p: Any, first: int, last: int, record: int, values: int, length: int, spare: int) -> None:
+    """These channels of every sample, one sample ``length`` values after the other."""
+    place, size = _pointer(record, types.int64), p.channels * p.inner
+    if p.unit == SLABS:
+        for n in range(p.samples):
+            place[p.place] = values + 4 * (n * length - n * size - first * p.inner)
+            _call(p.decode, record, spare, (n * p.channels + first) * p.row, (n * p.channels + last) * p.row)
+    elif p.unit == GROUPS:
+        for n in range(p.samples):
+            begin, end = n * size + first * p.inner, n * size + last * p.inner
+            place[p.place] = values + 4 * (n * length - begin)
+            groups = _group_at(begin, p.row, p.group), _group_at(end - 1, p.row, p.group) + 1
+            _call(p.decode, record, spare, groups[0], groups[1])
+    else:
+        place[p.place] = values - 4 * first * p.inner
+        tiles = (p.channels + TILE_CHANNELS - 1) // TILE_CHANNELS
+        before, after = first // TILE_CHANNELS, (last + TILE_CHANNELS - 1) // TILE_CHANNELS
+        for block in range((p.samples + p.row - 1) // p.row):
+            _call(p.decode, record, spare, block * tiles + before, block * tiles + after)
+
+
+@_kernel
+def _kernel_norm_backward(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _read(parameters, layout.NormBackward)
+    inner, count = p.inner, np.float64(p.samples * p.inner)
+    room = layout.norm_scratch(p.samples, p.step * inner, p.group, 0)
+    record, rest, spare = scratch + room.record, scratch + room.rest, scratch + room.spare
+    values = scratch + room.values + 4 * p.group
+    words, own = _pointer(p.parameters, types.int64), _pointer(record, types.int64)
+    for w in range(p.words):
+        own[w] = words[w]
+    means, inverses = _pointer(p.mean, types.float32), _pointer(p.invstd, types.float32)
+    weights, last_values = _pointer(p.weight, types.float32), _pointer(rest, types.float32)
+    for_weight, for_bias = _pointer(p.for_weight, types.float32), _pointer(p.for_bias, types.float32)
+    rows, more = inner // _SIXTEEN, inner % _SIXTEEN
+    for item in range(first, last):
+        begin = item * p.step
+        end = min(begin + p.step, p.channels)
+        _decode_channels(p, begin, end, record, values, room.length, spare)
+        for c in range(begin, end):
+            mean, invstd = means[c], inverses[c]
+            total, dot = 0.0, 0.0
+            for n in range(p.samples):
+                x = values + 4 * (n * room.length + (c - begin) * inner)
+                grad = p.grad + 4 * (n * p.channels + c) * inner
+                if more:
+                    v, g = _pointer(x + 64 * rows, types.float32), _pointer(grad + 64 * rows, types.float32)
+                    for k in range(_SIXTEEN):
+                        last_values[k] = v[k] if k < more else mean
+                        last_values[_SIXTEEN + k] = g[k] if k < more else _ZERO
+                found = _norm_sums(x, grad, rows, rest, 1 if more else 0, mean)
+                total, dot = total + found[0], dot + found[1]
+            wide = np.float64(invstd)
+            shared, slope = F32(total / count), F32(dot * wide * wide / count)
+            factor = invstd * weights[c] if p.weight else invstd
+            for_weight[c], for_bias[c] = F32(dot * wide), F32(total)
+            for n in range(p.samples):
+                v = _pointer(values + 4 * (n * room.length + (c - begin) * inner), types.float32)
+                g = _pointer(p.grad + 4 * (n * p.channels + c) * inner, types.float32)
+                o = _pointer(p.out + 4 * (n * p.channels + c) * inner, types.float32)
+                for k in range(inner):
+                    o[k] = ((g[k] - shared) - (v[k] - mean) * slope) * factor
+
+
+# ---------------------------------------------------------------- launching
 
 
 @_intrinsic

@@ -25,7 +25,23 @@ from torch import Tensor
 from . import compiled, layout, reference
 from .backends import PROCESS, note_fallback
 from .compiled import KERNELS, team
-from .layout import BATCH, BFLOAT16, BOOL, E4M3, E5M2, FLOAT16, FLOAT32, TILE, TILE_CHANNELS, Launch, Progress, Slabs
+from .layout import (
+    BATCH,
+    BFLOAT16,
+    BOOL,
+    E4M3,
+    E5M2,
+    FLOAT16,
+    FLOAT32,
+    GROUPS,
+    SLABS,
+    TILE,
+    TILE_CHANNELS,
+    TILES,
+    Launch,
+    Progress,
+    Slabs,
+)
 from .reference import channel_sizes, channel_step, groups_in_row, low_shape, row_bytes
 
 numba: Any = import_module("numba")  # some versions are typed and some are not
@@ -493,6 +509,7 @@ def dequantize_channels(
         levels=_address(table),
         support=_address(support),
         **_dither(key),
+        apart=channels * inner,
     )
     _run("dequantize_channels", _tiles(shape, step), numel, _bytes(layout.channels_scratch, step * inner), record)
     return out
@@ -875,6 +892,134 @@ def dequantize_affine(
     )
     _run("dequantize_affine", sizes[0], numel, _bytes(layout.dequantize_groups_scratch, group), record)
     return out
+
+
+_MOST_NORM = 1 << 18  # values of scratch for a thread, if one channel has no more: they stay in a cache
+_LEAST_NORM = 4096  # values of each sample to decode at once, so that groups at the ends cost little
+
+
+class _Decoder(NamedTuple):
+    """A kernel that decodes, and what it is given: see ``layout.NormBackward``."""
+
+    name: str
+    record: tuple[int, ...]
+    place: int
+    unit: int
+    row: int
+    group: int
+    scratch: int
+
+
+def norm_backward(
+    grad: Tensor,
+    low: Tensor | None,
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    frame: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int | None,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the reference."""
+    samples, channels, inner = geometry
+    numel = math.prod(geometry)
+    decoder = _decoder(low, codes, side, tuple(geometry), tuple(frame), block, row, group, bits, key)
+    statistics = (mean, invstd) if weight is None else (mean, invstd, weight)
+    if (
+        decoder is None
+        or not _is(grad, torch.float32, numel)
+        or not all(_is(t, torch.float32, channels) for t in statistics)
+    ):
+        return _fall_back(reference.norm_backward, grad)(
+            grad, low, codes, side, geometry, frame, block, row, group, bits, key, mean, invstd, weight
+        )
+    whole = TILE_CHANNELS if decoder.unit == TILES else 1  # channels that are decoded together
+    fitting = min(_LEAST_NORM // inner, _MOST_NORM // (samples * inner), channels)
+    step = max(1, fitting // whole) * whole
+    out, for_weight, for_bias = torch.empty_like(grad), torch.empty(channels), torch.empty(channels)
+    record = decoder.record
+    if decoder.unit == TILES:  # its last word
+        length = layout.norm_scratch(samples, step * inner, decoder.group, 0).length
+        record = (*record[:-1], length)
+    parameters = array("q", record)
+    own = layout.NormBackward(
+        decode=(_compiled.kernels.get(decoder.name) or _compiled.kernel(decoder.name)).address,
+        parameters=parameters.buffer_info()[0],
+        words=len(record),
+        place=decoder.place,
+        unit=decoder.unit,
+        row=decoder.row,
+        group=decoder.group,
+        grad=grad.data_ptr(),
+        out=out.data_ptr(),
+        for_weight=for_weight.data_ptr(),
+        for_bias=for_bias.data_ptr(),
+        mean=mean.data_ptr(),
+        invstd=invstd.data_ptr(),
+        weight=_address(weight),
+        samples=samples,
+        channels=channels,
+        inner=inner,
+        step=step,
+    )
+    scratch = _bytes(layout.norm_scratch, samples, step * inner, decoder.group, decoder.scratch)
+    _run("norm_backward", -(-channels // step), numel, scratch, own)
+    return out, for_weight, for_bias
+
+
+def _decoder(
+    low: Tensor | None,
+    codes: Tensor,
+    side: Tensor,
+    geometry: tuple[int, ...],
+    frame: tuple[int, ...],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int | None,
+) -> _Decoder | None:
+    """The kernel that decodes maps to float32; None if none can, or what it is given does not add up."""
+    numel = math.prod(geometry)
+    samples, channels, inner = geometry
+    common = {"out": 0, "kind": FLOAT32, "codes": codes.data_ptr(), "side": side.data_ptr(), "bits": bits}
+    common |= {"levels": 0, "support": 0, **_dither(key)}
+    if low is None and not row and numel and channel_step(inner, group) > 1:
+        sizes = _channel_sizes(numel, geometry, group, bits)
+        if sizes is None or not _packed(codes, side, None, numel, sizes):
+            return None
+        step = min(channel_step(inner, group), samples)
+        tiles = layout.DequantizeChannels(**common, outer=samples, channels=channels, inner=inner, step=step, apart=0)
+        scratch = _bytes(layout.channels_scratch, step * inner)
+        return _Decoder("dequantize_channels", tiles, tiles._fields.index("out"), TILES, step, 0, scratch)
+    row = row or inner
+    sizes = _sizes(numel, row, group, bits)
+    if sizes is None or not _packed(codes, side, None, numel, sizes):
+        return None
+    group = min(group, row)
+    if low is None:
+        groups = layout.DequantizeGroups(**common, row=row, group=group)
+        scratch = _bytes(layout.dequantize_groups_scratch, group)
+        return _Decoder("dequantize_groups", groups, groups._fields.index("out"), GROUPS, row, group, scratch)
+    blocks = _frame(frame, block)
+    if (
+        blocks is None
+        or blocks.numel != numel
+        or frame[0] != samples * channels
+        or not _is(low, torch.bfloat16, blocks.means)
+    ):
+        return None
+    shape = blocks.shape
+    slabs = layout.DequantizeBlocks(*shape, **common, row=row, group=group, low=low.data_ptr(), groups=sizes[0])
+    scratch = _bytes(layout.dequantize_blocks_scratch, group, shape)
+    per_map = blocks.slabs // (samples * channels)
+    return _Decoder("dequantize_blocks", slabs, slabs._fields.index("out"), SLABS, per_map, 0, scratch)
 
 
 def _fit_affine(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import programs, reference
 from .backends import note_fallback
-from .reference import channel_sizes, channel_step, group_bytes, groups_in_row, low_shape, row_bytes
+from .reference import channel_sizes, channel_step, group_bytes, groups_in_row, low_shape, norm_gradients, row_bytes
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 1 << 14  # values of a group: more do not fit the registers of one program
@@ -620,6 +620,33 @@ def dequantize_affine(
     with _guard(codes):
         affine = (scale, shift, other, mask)
         return _dequantize(codes, side, groups, torch.float32, support, None, key, affine=affine)
+
+
+def norm_backward(
+    grad: Tensor,
+    low: Tensor | None,
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    frame: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int | None,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the reference. Values are decoded as a whole: sessions leave a batch norm on a GPU to torch."""
+    numel, kind = math.prod(geometry), torch.float32
+    if low is not None:
+        x = dequantize_blocks(low, codes, side, frame, block, row, group, bits, kind, None, None, key)
+    elif row:
+        x = dequantize_groups(codes, side, numel, row, group, bits, kind, None, None, key)
+    else:
+        x = dequantize_channels(codes, side, geometry, group, bits, kind, None, None, key)
+    return norm_gradients(grad, x, geometry, mean, invstd, weight)
 
 
 def _samples_fit(numel: int, bits: Tensor, group: int) -> bool:

@@ -23,6 +23,7 @@ TILE_CHANNELS = 16  # channels worked on at once: a line of float32, where chann
 
 FLOAT32, BFLOAT16, FLOAT16, BOOL = 0, 1, 2, 3  # ``kind``: the type of values
 E4M3, E5M2 = 0, 1  # ``kind8``: the type of 8-bit values
+GROUPS, SLABS, TILES = 0, 1, 2  # ``unit``: what an item of a kernel is
 
 
 # ---------------------------------------------------------------- parameters
@@ -127,6 +128,8 @@ class DequantizeChannels(NamedTuple):
     dither: int
     key_low: int
     key_high: int
+    apart: int
+    """From one outer index to the next in ``out``."""
 
 
 class QuantizeSamples(NamedTuple):
@@ -298,6 +301,33 @@ class RebuildAffine(NamedTuple):
     other: int
     """What is added, of the same kind."""
     support: int
+
+
+class NormBackward(NamedTuple):
+    """An item is ``step`` channels of all samples, which the kernel at ``decode`` puts into scratch."""
+
+    decode: int
+    parameters: int
+    """The address of that kernel's record."""
+    words: int
+    place: int
+    """The word of the record that says where the values go."""
+    unit: int
+    """What an item of that kernel is."""
+    row: int
+    """Of its groups; for slabs their number in a map, for tiles the samples that share a group."""
+    group: int
+    grad: int
+    out: int
+    for_weight: int
+    for_bias: int
+    mean: int
+    invstd: int
+    weight: int
+    samples: int
+    channels: int
+    inner: int
+    step: int
 
 
 class PackBand(NamedTuple):
@@ -669,6 +699,29 @@ class AffineScratch(NamedTuple):
 def affine_scratch() -> AffineScratch:
     """Of ``rebuild_affine``."""
     return AffineScratch(0, 4 * TILE, 8 * TILE)
+
+
+class NormScratch(NamedTuple):
+    """For one item."""
+
+    record: int
+    """Of the kernel that decodes."""
+    rest: int
+    """The last values of a map and those of its gradient, filled up to sixteen each, float32."""
+    values: int
+    """Of each sample, in lines of ``length`` values."""
+    spare: int
+    """For the kernel that decodes."""
+    length: int
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def norm_scratch(samples: int, values: int, group: int, spare: int) -> NormScratch:
+    """Of ``norm_backward``: groups may begin before the first of ``values`` values, and end after the last."""
+    length = aligned(4 * (values + 2 * group)) // 4
+    after = 256 + 128 + 4 * samples * length
+    return NormScratch(0, 256, 256 + 128, after, length, after + spare)
 
 
 class BandScratch(NamedTuple):

@@ -30,6 +30,7 @@ __all__ = [
     "groups_in_row",
     "low_shape",
     "mask_values",
+    "norm_backward",
     "pack_band",
     "pack_taps",
     "pack_uints",
@@ -74,6 +75,8 @@ SCHEMAS = {
     " Tensor scale, Tensor shift, Tensor? other, Tensor? mask) -> Tensor",
     "rebuild_affine": "(Tensor(a!) x, int[] geometry, Tensor scale, Tensor shift, Tensor? other,"
     " Tensor? support) -> ()",
+    "norm_backward": "(Tensor grad, Tensor? low, Tensor codes, Tensor side, int[] geometry, int[] frame, int block,"
+    " int row, int group, int bits, int? key, Tensor mean, Tensor invstd, Tensor? weight) -> (Tensor, Tensor, Tensor)",
     "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
     "unpack_band": "(Tensor mask, int numel, ScalarType dtype, float inside, float outside) -> Tensor",
     "mask_values": "(Tensor x, Tensor mask) -> Tensor",
@@ -280,6 +283,26 @@ def _fake_dequantize_affine(
 
 
 @_fake
+def _fake_norm_backward(
+    grad: Tensor,
+    low: Tensor | None,
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    frame: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int | None,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(grad), torch.empty_like(mean), torch.empty_like(mean)
+
+
+@_fake
 def _fake_pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
     return x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
 
@@ -330,6 +353,7 @@ block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _name
 spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.spread_blocks.default
 rebuild_affine: Callable[..., None] = _namespace.rebuild_affine.default
 dequantize_affine: Callable[..., Tensor] = _namespace.dequantize_affine.default
+norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.norm_backward.default
 pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default
 unpack_band: Callable[[Tensor, int, torch.dtype, float, float], Tensor] = _namespace.unpack_band.default
 mask_values: Callable[[Tensor, Tensor], Tensor] = _namespace.mask_values.default

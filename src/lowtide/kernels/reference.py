@@ -792,6 +792,73 @@ def dequantize_affine(
     return out
 
 
+def norm_backward(
+    grad: Tensor,
+    low: Tensor | None,
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    frame: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int | None,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a batch norm's input, weight and bias, where its input is packed.
+
+    ``grad`` is flat, and ``geometry`` is (samples, channels, inner). The input was packed by :func:`quantize_blocks` if
+    there is ``low``; otherwise by :func:`quantize_groups`, or by :func:`quantize_channels` if ``row`` is 0.
+    """
+    numel = math.prod(geometry)
+    if low is not None:
+        x = dequantize_blocks(low, codes, side, frame, block, row, group, bits, torch.float32, None, None, key)
+    elif row:
+        x = dequantize_groups(codes, side, numel, row, group, bits, torch.float32, None, None, key)
+    else:
+        x = dequantize_channels(codes, side, geometry, group, bits, torch.float32, None, None, key)
+    return norm_gradients(grad, x, geometry, mean, invstd, weight)
+
+
+_NORM_LANES = 16
+
+
+def norm_gradients(
+    grad: Tensor, x: Tensor, geometry: Sequence[int], mean: Tensor, invstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`norm_backward`.
+
+    A map is summed in float32, in sixteen lanes of every sixteenth value, of which the upper half is then added to the
+    lower until one is left. Samples are added in float64. Every other operation is rounded to float32 by itself.
+    """
+    samples, channels, inner = geometry
+    g, centre = grad.view(samples, channels, inner), mean.view(channels, 1)
+    values = x.view(samples, channels, inner)
+    away = values - centre
+    totals = []
+    for terms in (g, away * g):
+        padded = torch.nn.functional.pad(terms, (0, -inner % _NORM_LANES)).view(samples, channels, -1, _NORM_LANES)
+        lanes = torch.zeros_like(padded[:, :, 0])
+        for k in range(padded.shape[2]):
+            lanes = lanes + padded[:, :, k]
+        while lanes.shape[2] > 1:
+            half = lanes.shape[2] // 2
+            lanes = lanes[:, :, :half] + lanes[:, :, half:]
+        total = torch.zeros(channels, dtype=torch.float64, device=grad.device)
+        for n in range(samples):
+            total = total + lanes[n, :, 0]
+        totals.append(total)
+    total, dot = totals
+    wide, count = invstd.to(torch.float64), samples * inner
+    shared, slope = (_over(t, count).to(torch.float32).view(channels, 1) for t in (total, dot * wide * wide))
+    factor = (invstd if weight is None else invstd * weight).view(channels, 1)
+    out = ((g - shared) - away * slope) * factor
+    return out.view(-1), (dot * wide).to(torch.float32), total.to(torch.float32)
+
+
 # ---------------------------------------------------------------- masks and small integers
 
 

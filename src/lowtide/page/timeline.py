@@ -54,7 +54,8 @@ def bands(profile: Profile, items: Sequence[Item], outcome: Outcome | None) -> l
             blocks[saved.block] = block._replace(nbytes=block.nbytes - item.full)
             blocks.append(Band(item.full, item.born, item.sealed, block.role, label))
             blocks.append(Band(stored, item.sealed, item.died, PACKED, label))
-            blocks += [Band(item.full, *window, TRANSIENT, f"{label}, decoded") for window in item.windows]
+            if stored not in [item.nbytes[k] for k in item.unopened]:  # its bytes tell which option it is
+                blocks += [Band(item.full, *window, TRANSIENT, f"{label}, decoded") for window in item.windows]
     if profile.optimizer_nbytes:
         blocks.append(Band(profile.optimizer_nbytes, 0, profile.times, OPTIMIZER, ""))
     blocks += [Band(nbytes, at, at, TRANSIENT, _INSIDE) for at, nbytes in profile.workspaces]

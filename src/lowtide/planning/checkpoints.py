@@ -155,8 +155,13 @@ def _outside(
         sites = tuple(site for site in each.sites if not any(part.holds(site.module) for part in order))
         renamed[each.sites[0]] = sites[0]
         end = ends.get(each.block, profile.times)
-        reads, bits = (tuple((later[a], later[b]) for a, b in r if b <= end) for r in (each.reads, each.bit_reads))
-        found.append(dataclasses.replace(each, sites=sites, sealed=later[each.sealed], reads=reads, bit_reads=bits))
+        reads, bits, codes = (
+            tuple((later[a], later[b]) for a, b in r if b <= end) for r in (each.reads, each.bit_reads, each.code_reads)
+        )
+        sealed = later[each.sealed]
+        found.append(
+            dataclasses.replace(each, sites=sites, sealed=sealed, reads=reads, bit_reads=bits, code_reads=codes)
+        )
     return [
         dataclasses.replace(s, sources=tuple((renamed.get(site, site), gain) for site, gain in s.sources))
         for s in found

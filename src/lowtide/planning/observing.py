@@ -51,6 +51,8 @@ class Seen:
     """The first and the last moment of each time that backward reads it."""
     bit_reads: list[list[int]] = dataclasses.field(default_factory=list)
     """Those of them that take packed bits, had it been stored, so that nothing is decoded."""
+    code_reads: list[list[int]] = dataclasses.field(default_factory=list)
+    """Those of them that take codes as they are, if a kernel can read them."""
     transient: bool = True
     """Does backward need memory of its size to read it, had it been stored?"""
 
@@ -69,6 +71,7 @@ class ObservedSession(Session):
         self._anchors: dict[int, weakref.WeakSet[_Anchor]] = {}
         self._reads: dict[Site, list[list[int]]] = {}
         self._takes_bits: dict[Site, TensorMeta] = {}
+        self._takes_codes: dict[Site, TensorMeta] = {}
         self._unsealed: list[weakref.ref[_Anchor]] = []
 
     def where(self) -> str:
@@ -104,6 +107,8 @@ class ObservedSession(Session):
         if isinstance(light, Reference):
             if light.twin and light.lossless == SIGN:
                 self._takes_bits[slot.site] = light.meta
+            if light.norm:
+                self._takes_codes[slot.site] = light.meta
             return light, lambda kept: self._read(reads, super(ObservedSession, self)._unpack(kept))
         anchor = _Anchor(slot, isinstance(light, (Recast, Remade)))
         identity = capture.storage_id(slot.storage)
@@ -173,7 +178,7 @@ class ObservedSession(Session):
         reads = self._reads[anchor.site]
         seen = Seen(
             *(block, (anchor.site,), TensorMeta.of(anchor.tensor), None, 0, 0, False),
-            *(self._recorder.tick(), reads, [], anchor.is_cast),
+            *(self._recorder.tick(), reads, [], [], anchor.is_cast),
         )
         self.seen.append(seen)
 
@@ -209,6 +214,8 @@ class ObservedSession(Session):
                 seen.reads = sorted(read for site in seen.sites for read in self._reads.get(site, ()))
                 bits = [site for site in seen.sites if self._takes_bits.get(site) == seen.meta]
                 seen.bit_reads = sorted(read for site in bits for read in self._reads.get(site, ()))
+                norms = [site for site in seen.sites if self._takes_codes.get(site) == seen.meta]
+                seen.code_reads = sorted(read for site in norms for read in self._reads.get(site, ()))
 
 
 @dataclasses.dataclass

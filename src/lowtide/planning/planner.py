@@ -20,6 +20,7 @@ from ..policy.choice import Choice
 from ..policy.plan import Plan, named
 from ..policy.solve import assign
 from ..report import size
+from ..session.norms import can_read
 from ..session.offload import IN_FLIGHT
 from ..verify.check import LossFn
 from . import verifying
@@ -353,6 +354,7 @@ class Problem:
                     weight=saved.weight / (count if profile.fake else 1),
                     may_keep=saved.has_values,
                     sources=sources if may else (),
+                    unopened=tuple(k for k, (choice, *_) in enumerate(offered) if _is_unopened(choice, saved, profile)),
                     rebuilt_nbytes=saved.lossless_nbytes,
                     # A sum of terms has a second tensor of its size while it is rebuilt. The operator that reads it
                     # makes a gradient of that size right after, when the second is gone, so it does not count.
@@ -585,5 +587,13 @@ def _windows(saved: Saved, starts: Sequence[int], died: int) -> tuple[tuple[int,
     return tuple(found)
 
 
+def _is_unopened(choice: Choice, saved: Saved, profile: Profile) -> bool:
+    """Is what is stored so read as it is? Its only readers are batch norms then, for which there is a kernel."""
+    if choice.codec is None or not saved.code_reads or set(saved.decodings) - set(saved.code_reads):
+        return False
+    return can_read(choice.codec, saved.meta, profile.device.partition(":")[0])
+
+
 def _full_at(item: Item, at: int) -> bool:
-    return item.born <= at <= item.sealed or any(first <= at <= last for first, last in item.windows)
+    opened = not item.unopened and any(first <= at <= last for first, last in item.windows)
+    return opened or item.born <= at <= item.sealed

@@ -35,7 +35,7 @@ from ..verify.check import LossFn, default_loss
 from .observing import Called, Calls, ObservedSession, Seen
 from .recorder import GRADIENTS, INPUTS, SAVED, WEIGHTS, Recorder
 
-_FORMAT = 3
+_FORMAT = 4
 _GROUP = 256
 _SHOWN = 8
 
@@ -84,6 +84,8 @@ class Saved:
     """The first and the last moment of each time that backward reads it."""
     bit_reads: tuple[tuple[int, int], ...]
     """Those of them that take the packed bits of a mask, so that nothing is decoded."""
+    code_reads: tuple[tuple[int, int], ...]
+    """Those of them that take codes as they are, where a kernel can read them."""
     transient: bool
     """Does any other read need memory for the whole tensor, once it is stored?"""
     terms: int = 0
@@ -331,6 +333,7 @@ def _saved_to_data(saved: Saved) -> dict[str, Any]:
     data["sources"] = [[list(site), gain] for site, gain in saved.sources]
     data["reads"] = [list(read) for read in saved.reads]
     data["bit_reads"] = [list(read) for read in saved.bit_reads]
+    data["code_reads"] = [list(read) for read in saved.code_reads]
     data["offers"] = [[offer.codec.to_config(), offer.error] for offer in saved.offers]
     return data
 
@@ -343,6 +346,7 @@ def _saved_from_data(data: dict[str, Any]) -> Saved:
             "sources": tuple((site_of(site), gain) for site, gain in data["sources"]),
             "reads": tuple((first, last) for first, last in data["reads"]),
             "bit_reads": tuple((first, last) for first, last in data["bit_reads"]),
+            "code_reads": tuple((first, last) for first, last in data["code_reads"]),
             "offers": tuple(Offer(from_config(config), error) for config, error in data["offers"]),
             "shape": tuple(data["shape"]),
             "stride": tuple(data["stride"]),
@@ -660,6 +664,7 @@ def _by_formula(seen: Sequence[Seen], recorder: Recorder) -> list[Saved]:
             sealed=each.sealed,
             reads=tuple((first, last) for first, last in each.reads),
             bit_reads=tuple((first, last) for first, last in each.bit_reads),
+            code_reads=tuple((first, last) for first, last in each.code_reads),
             transient=each.transient,
             terms=each.terms,
         )

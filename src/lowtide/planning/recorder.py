@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..graph import capture
 from ..machine.costs import Call
+from ..session.norms import StillPacked
 
 WEIGHTS, INPUTS, GRADIENTS, SAVED, TRANSIENT = ROLES = ("weights", "inputs", "gradients", "saved", "transient")
 
@@ -42,6 +43,9 @@ class Recorder(capture.DispatchMode):  # type: ignore[misc]
 
     ``where`` names the module or node at work, for a reader.
     """
+
+    knows_packed = True
+    """What stands for a packed tensor may be among the arguments of operators; it takes no memory."""
 
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()
@@ -133,6 +137,8 @@ def _storages(found: Any) -> list[Any]:
     stack = [found]
     while stack:
         each = stack.pop()
+        if isinstance(each, StillPacked):
+            continue
         if isinstance(each, Tensor):
             for part in capture.strided_parts(each):
                 storage = capture.storage_of(part) if capture.has_storage(part) else None

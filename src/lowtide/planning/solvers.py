@@ -11,6 +11,8 @@ phase     times                       ``KEEP``  option ``k``           ``REBUILD
 sealing   ``sealed``                  ``full``  ``full + nbytes[k]``   ``full + rebuilt_nbytes``
 waiting   to ``died``, in no window   ``full``  ``nbytes[k]``          ``rebuilt_nbytes``
 open      in a window                 ``full``  ``full + nbytes[k]``   ``full + rebuilt_nbytes + rebuilt_extra``
+                                                or ``nbytes[k]`` if
+                                                it is ``unopened``
 ========  ==========================  ========  =====================  ==========================================
 
 So no pick is the smallest at all times, and even the smallest peak is hard to find. What each solver guarantees is
@@ -91,6 +93,8 @@ class Item(NamedTuple):
     of ``gain * error of the source``, whatever the source's own pick."""
     rebuilt_nbytes: int = 0
     rebuilt_seconds: float = 0.0
+    unopened: tuple[int, ...] = ()
+    """Stored options that are read as they are: they take no more bytes in a window."""
     rebuilt_extra: int = 0
     """Bytes beside ``full`` in its windows while it is being rebuilt."""
 
@@ -328,7 +332,11 @@ class _Problem:
         self.sealing = [[*item.nbytes, item.rebuilt_nbytes, 0] for item in items]
         self.waiting = [[*item.nbytes, item.rebuilt_nbytes, item.full] for item in items]
         self.opened = [
-            [*(item.full + b for b in item.nbytes), item.full + item.rebuilt_nbytes + item.rebuilt_extra, item.full]
+            [
+                *(b if k in item.unopened else item.full + b for k, b in enumerate(item.nbytes)),
+                item.full + item.rebuilt_nbytes + item.rebuilt_extra,
+                item.full,
+            ]
             for item in items
         ]
         self.error = [[*(e if math.isfinite(e) else 0.0 for e in item.error), 0.0, 0.0] for item in items]

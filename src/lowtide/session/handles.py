@@ -187,7 +187,7 @@ def _covers(views: frozenset[tuple[tuple[int, ...], tuple[int, ...], int]], nume
 class Reference:
     """What autograd holds for a hooked slot: a view of a handle, read through one codec."""
 
-    __slots__ = ("__weakref__", "handle", "lossless", "meta", "offset", "twin")
+    __slots__ = ("__weakref__", "handle", "lossless", "meta", "norm", "offset", "twin")
 
     def __init__(self, handle: Handle, meta: TensorMeta, offset: int, lossless: Codec | None, twin: bool) -> None:
         self.handle = handle
@@ -195,6 +195,7 @@ class Reference:
         self.offset = offset
         self.lossless = lossless
         self.twin = twin
+        self.norm = False  # is its reader a batch norm, which may read codes?
 
     def for_twin(self, encoded: Encoded) -> Tensor | None:
         """What a twin reads in place of the tensor: block means or packed signs, if that is what is stored."""

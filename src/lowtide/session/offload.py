@@ -62,6 +62,11 @@ def fetch(packed: Packed) -> Packed:
     return Packed(packed.codec, packed.meta, buffers, packed.key)
 
 
+def device_of(packed: Packed) -> torch.device:
+    """The device that decodes them."""
+    return packed.device if isinstance(packed, Moved) else packed.buffers[0].device
+
+
 class Homes:
     """Where one session sends packed bytes; ``orders`` has what was learned of its backward, for each device."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..codecs import FLOATS, Raw, TensorMeta
+from ..codecs import FLOATS, Packed, Raw, TensorMeta
 from ..graph import capture, shards
 from ..graph.capture import Capture, Site, Slot
 from ..graph.derive import Origin, origin_of
@@ -46,7 +46,8 @@ from .handles import (
 from .ledger import RECAST, REMADE, SHAPE_ONLY, Entry, Ledger
 from .memory import Memory
 from .noise import forward_noise
-from .offload import Homes
+from .norms import SLOT, StillPacked, can_read
+from .offload import Homes, device_of, fetch
 from .packing import Packer
 from .recomputing import Recomputed
 from .replay import Sketch, gradients
@@ -346,6 +347,7 @@ class Session:
         if consumer.lossless is None and not slot.twin:
             handle.readers += 1
         light = Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
+        light.norm = (slot.site.op, slot.site.slot) == SLOT
         if self._rebuilds and not consumer.boundary:
             slot.remember(light)
         tuner = self.policy.tuner
@@ -548,6 +550,10 @@ class Session:
             less = reference.for_twin(encoded or handle.encoded[(reference.meta, reference.offset)])
             if less is not None:
                 return less
+        if encoded is not None and reference.norm and (codes := self._codes_of(reference, encoded)) is not None:
+            self._let_go()
+            handle.readers -= 1
+            return StillPacked.of(codes)
         if encoded is not None:
             pack = encoded.packs.get(reference.lossless) if reference.lossless is not None else None
             return reference.view(self._decode(handle, encoded) if pack is None else pack.decode())
@@ -556,13 +562,20 @@ class Session:
         assert packed is not None
         return packed.decode(encoded.support)
 
+    def _codes_of(self, reference: Reference, encoded: Encoded) -> Packed | None:
+        """What a batch norm's backward can read in place of its input, if it is the only reader left."""
+        handle, packed = reference.handle, encoded.values
+        if handle.readers > 1 or handle.decoded is not None or encoded.support is not None:
+            return None
+        if not isinstance(packed, Packed) or packed.meta != reference.meta or reference.offset:
+            return None
+        readable = can_read(packed.codec, packed.meta, device_of(packed).type)
+        return fetch(packed) if readable and capture.is_ordinary_backward() else None
+
     def _decode(self, handle: Handle, encoded: Encoded) -> Tensor:
         """Decode; keep the result while the next reader may be the same handle's (q, k and v)."""
-        last = self._decoded() if self._decoded is not None else None
         decoded = handle.decoded
-        if last is not None:
-            last.decoded = None
-        self._decoded = None
+        self._let_go()
         if decoded is None:
             assert encoded.values is not None
             decoded = encoded.values.decode(encoded.support)
@@ -571,6 +584,13 @@ class Session:
             handle.decoded = decoded  # dies with the graph, if nobody comes for it
             self._decoded = weakref.ref(handle)
         return decoded
+
+    def _let_go(self) -> None:
+        """Keep no decoded tensor any longer: somebody reads another one."""
+        last = self._decoded() if self._decoded is not None else None
+        if last is not None:
+            last.decoded = None
+        self._decoded = None
 
     # ------------------------------------------------------------ probes
 

@@ -158,6 +158,8 @@ def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     tiles = reference.quantize_channels(_awkward(torch.float32), (64, 16, 49), 256, 3, 5, False)
     scale, other = torch.randn(16), torch.randn(numel)
     yield "dequantize_affine", "3 bits", (*tiles, (64, 16, 49), 256, 3, None, 5, scale, scale.flip(0), other, mask)
+    norm = (scale, scale.abs() + 0.1, scale.flip(0))
+    yield "norm_backward", "3 bits", (other, None, *tiles, (64, 16, 49), (), 0, 0, 256, 3, 5, *norm)
     for width, kind in ((1, torch.uint8), (4, torch.int64), (16, torch.int32)):
         whole = (torch.arange(1003) * 7 % 2**width).to(kind)
         yield "pack_uints", f"{width} bits", (whole, 0, width)

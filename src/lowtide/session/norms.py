@@ -1,0 +1,69 @@
+"""A batch norm's backward that reads codes: its input is decoded a few channels at a time, never as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..codecs import BlockMean, Codec, GroupQuant, Packed, TensorMeta
+from ..graph import capture
+
+_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_DETACH = torch.ops.aten.detach.default
+SLOT = ("NativeBatchNorm", "input")
+"""The op and slot of autograd's node that can read such a tensor."""
+
+
+class StillPacked(capture.Shell):
+    """A saved tensor that is decoded by whoever reads its values, except by the backward of a batch norm."""
+
+    packed: Packed
+
+    @classmethod
+    def of(cls, packed: Packed) -> StillPacked:
+        """What stands for these codes."""
+        made = cls(*packed.meta, packed.buffers[0].device)
+        made.packed = packed
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Batch norm's gradients from the codes; for any other op the values."""
+        if func is _DETACH:  # autograd does so when it takes what a hook returns
+            return cls.of(args[0].packed)
+        if func is _BACKWARD and (found := _gradients(*args)) is not None:
+            return found
+        args, kwargs = capture.replaced(cls, lambda still: still.packed.decode(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def can_read(codec: Codec, meta: TensorMeta, device: str) -> bool:
+    """Is there a kernel for a batch norm's backward that reads the codes of such a tensor?"""
+    known = device == "cpu" and isinstance(codec, (GroupQuant, BlockMean)) and codec.maps(meta) is not None
+    return known and kernels.is_fast("norm_backward", device)
+
+
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    _mean: Tensor | None,
+    _var: Tensor | None,
+    mean: Tensor | None,
+    invstd: Tensor | None,
+    train: bool,
+    _eps: float,
+    wanted: list[bool],
+) -> tuple[Tensor | None, ...] | None:
+    if not isinstance(x, StillPacked) or not train or mean is None or invstd is None or not wanted[0]:
+        return None
+    codec = x.packed.codec
+    assert isinstance(codec, (GroupQuant, BlockMean))
+    found = codec.norm_backward(x.packed, grad, mean, invstd, weight)
+    return None if found is None else tuple(g if w else None for g, w in zip(found, wanted, strict=True))

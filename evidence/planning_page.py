@@ -67,9 +67,9 @@ know what `auto` would choose with 2, 3, 4 and 6 bits a value, judged by the sam
 more than those of these that fit the budget. What codes of log-probabilities add to the error is not measured, and
 counts as nothing.
 
-A ReLU whose result is stored reads packed bits in backward, and takes no memory for a mask. A batch norm on the CPU reads
-the codes of its input, if they are those of groups or blocks, and takes no memory for the input. What is on its way to host
-memory, or fetched before it is read, counts with as much as a session allows: 256 MiB, or one tensor.
+A ReLU whose result is stored reads packed bits in backward, and takes no memory for a mask. A batch norm on the CPU
+reads the codes of its input, if they are those of groups or blocks, and takes no memory for the input. What is on its
+way to host memory, or fetched before it is read, counts with as much as a session allows: 256 MiB, or one tensor.
 
 ## Blocks that run again
 

@@ -347,7 +347,7 @@ class Session:
         if consumer.lossless is None and not slot.twin:
             handle.readers += 1
         light = Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
-        light.norm = (slot.site.op, slot.site.slot) == SLOT
+        light.norm = (slot.site.op, slot.site.slot) == SLOT and not slot.is_part
         if self._rebuilds and not consumer.boundary:
             slot.remember(light)
         tuner = self.policy.tuner

@@ -41,6 +41,11 @@ class Reads:
         monkeypatch.setattr(norms, "_gradients", counted)
 
 
+@pytest.fixture(autouse=True)
+def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "LEAST", 0)
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return Reads(monkeypatch)
@@ -226,6 +231,13 @@ def test_what_is_read_looks_like_the_tensor() -> None:
     assert norms.can_read(packed.codec, packed.meta, "cpu")
     assert not norms.can_read(packed.codec, packed.meta, "cuda")
     assert not norms.can_read(Raw(), packed.meta, "cpu")
+
+
+def test_small_tensors_are_decoded(monkeypatch: pytest.MonkeyPatch, reads: Reads) -> None:
+    x = batch()
+    monkeypatch.setattr(norms, "LEAST", 4 * 20 * 24 * 20)
+    gradients(network(), x)
+    assert reads.count == 1  # the second norm has fewer channels
 
 
 def test_without_a_compiler_torch_computes_the_gradients(monkeypatch: pytest.MonkeyPatch, reads: Reads) -> None:

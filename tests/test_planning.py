@@ -375,6 +375,26 @@ def test_a_batch_norm_that_reads_codes_takes_no_memory_for_its_input(measured, m
         assert item.windows
 
 
+def test_an_input_that_others_read_too_is_decoded(monkeypatch):
+    """The sine saves the same map as the norm."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return self.norm(y) + y.sin()
+
+    monkeypatch.setattr(norms, "LEAST", 0)
+    profile = lowtide.profile(Both(), torch.randn(4, 3, 16, 16), lambda m, x: m(x).square().sum(), measure=False)
+    shared = next(s for s in profile.saved if any(site.op == "NativeBatchNorm" for site in s.sites))
+    assert len(shared.sites) == 2
+    assert shared.code_reads
+    assert not Problem.of(profile, ("compress",)).items[profile.saved.index(shared)].unopened
+
+
 def test_bytes_on_their_way_to_the_host_count():
     """At most those of one tensor, of all of them, or as many as a session lets be in flight."""
     model, batch = net(), images()

@@ -944,9 +944,8 @@ def norm_backward(
     step = max(1, fitting // whole) * whole
     out, for_weight, for_bias = torch.empty_like(grad), torch.empty(channels), torch.empty(channels)
     record = decoder.record
-    if decoder.unit == TILES:  # its last word
-        length = layout.norm_scratch(samples, step * inner, decoder.group, 0).length
-        record = (*record[:-1], length)
+    if isinstance(record, layout.DequantizeChannels):  # it puts all samples at once, so it must know their distance
+        record = record._replace(apart=layout.norm_scratch(samples, step * inner, decoder.group, 0).length)
     parameters = array("q", record)
     own = layout.NormBackward(
         decode=(_compiled.kernels.get(decoder.name) or _compiled.kernel(decoder.name)).address,

@@ -17,7 +17,6 @@ _DETACH = torch.ops.aten.detach.default
 SLOT = ("NativeBatchNorm", "input")
 """The op and slot of autograd's node that can read such a tensor."""
 
-
 LEAST = 1 << 20
 """Values below which a tensor of Python costs more than it saves: about 70 microseconds, and little memory."""
 

@@ -517,6 +517,11 @@ def is_ordinary_call() -> bool:
     )
 
 
+def has_no_modes() -> bool:
+    """Does nobody see the operators of this thread?"""
+    return torch._C._len_torch_dispatch_stack() == 0
+
+
 class Shell(Tensor):
     """A tensor without memory. What operators do with it is up to a subclass, by ``__torch_dispatch__``."""
 

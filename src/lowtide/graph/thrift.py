@@ -1,4 +1,4 @@
-"""Twins for every method: ops that keep much more than their backward has to read.
+"""Twins for every method: ops that keep much more than their backward has to read, or take longer than they must.
 
 - A recurrent layer keeps its gates, or an opaque workspace, for every step in time. Its twin keeps the layer's input
   and runs the layer again in backward, one layer after the other, so that one workspace is there at a time.
@@ -7,6 +7,8 @@
 - ``prelu`` reads the sign of its input for one gradient and the values for another. Its twin saves both apart: the
   sign takes one bit and is exact, and noise in the values stays in the gradient of the slope.
 - ``amax``, ``maximum`` and a scattered maximum compare values. Their twins save the answers, one bit each.
+- ``batch_norm`` in training waits on the CPU for one addition after the other, and ``max_pool2d`` compares one value
+  at a time. Kernels of ours give the same bits in a fraction of the time, and torch's own nodes are made.
 
 Forward is the op itself. Each backward is written in ops that can be differentiated again.
 """
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import kernels
 from ..codecs import FLOATS
 from ..kernels import ops
 from . import capture
@@ -363,9 +366,45 @@ class ScatteredExtreme(torch.autograd.Function):
         return for_into, for_src, None, None, None, None, None
 
 
+# ---------------------------------------------------------------- the same, faster
+
+
+def _faster(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    x = args[0] if args else kwargs.get("input")
+    if type(x) is not Tensor or x.numel() < _LEAST_FASTER or x.dtype != torch.float32 or not x.is_cpu:
+        return None
+    if not (x.is_contiguous() and capture.is_ordinary_call() and capture.has_no_modes() and capture.is_plain(x)):
+        return None
+
+    def run(*_args: Any, **_kwargs: Any) -> Any:
+        with Faster():
+            return func(*args, **kwargs)
+
+    return run
+
+
+_LEAST_FASTER = 1 << 16
+"""Values below which a mode of Python costs more than it saves: about 30 microseconds."""
+_FASTER = {getattr(torch.ops.aten, name).default: name for name in ("native_batch_norm", "max_pool2d_with_indices")}
+
+
+class Faster(capture.DispatchMode):  # type: ignore[misc]
+    """Inside, kernels of ours stand for some operators of torch, with the same bits. Nodes are those of torch."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Every other call is made as it is."""
+        name = None if kwargs else _FASTER.get(func)
+        kernel = None if name is None else kernels.like_torch(name)
+        found = None if kernel is None else kernel(*args)
+        return func(*args, **kwargs or {}) if found is None else found
+
+
 _TWINS: dict[Any, Callable[..., Callable[..., Any] | None]] = {
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     **dict.fromkeys((functional.relu, torch.relu, Tensor.relu, *_RELU_IN_PLACE), _relu),
+    **dict.fromkeys((functional.batch_norm, torch.batch_norm, functional.max_pool2d, torch.max_pool2d), _faster),
     torch.prelu: _prelu,
     **dict.fromkeys((torch.amax, Tensor.amax, torch.amin, Tensor.amin), _amax),
     **dict.fromkeys((torch.maximum, Tensor.maximum, torch.minimum, Tensor.minimum), _maximum),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from . import reference
 
-__all__ = ["is_fast", "note_fallback", "prepare", "register", "served", "status"]
+__all__ = ["is_fast", "like_torch", "note_fallback", "prepare", "register", "served", "status"]
 
 PROCESS = os.getpid()  # a child forked from it must not use the threads it had
 _LAZY = {"cpu": "numba (not compiled yet)", "cuda": "triton (not called yet)", "xpu": "triton (not called yet)"}
@@ -84,6 +85,23 @@ def prepare() -> None:
     for name, now in status().items():
         if now == _LAZY["cpu"]:
             _load("cpu", name)
+
+
+@lru_cache
+def like_torch(name: str) -> Callable[..., Any] | None:
+    """A kernel of the CPU for an operator of torch, if it compiles and gives the bits of torch's own.
+
+    It takes the arguments of the operator, and returns None for what it is not for.
+    """
+    if os.environ.get("LOWTIDE_KERNELS") == "reference":
+        return None
+    try:
+        from . import cpu
+
+        cpu.compile(name)
+        return getattr(cpu, name) if cpu.has_torchs_bits(name) else None
+    except Exception:  # a missing compiler, or whatever it raises: slower, never fatal
+        return None
 
 
 def _reference(name: str) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from .layout import (
     FLOAT16,
     FLOAT32,
     GROUPS,
+    NORM_CHANNELS,
     SLABS,
     TILE,
     TILE_CHANNELS,
@@ -1529,19 +1530,25 @@ def _kernel_uncast_groups(parameters: int, scratch: int, first: int, last: int) 
             _narrow_run(wide, p.out + 2 * start, n, p.kind)
 
 
+def _zipped(builder: Any, rows: list[Any]) -> list[Any]:
+    """Code for the columns of a square of rows."""
+    size = len(rows)
+    half, kind = size // 2, ir.VectorType(_WORD, size)
+    mixed = [[k // 2 + first + size * (k % 2) for k in range(size)] for first in (0, half)]
+    for _ in range(size.bit_length() - 1):  # each time rows half the square apart are merged like a zip
+        pairs = list(zip(rows[:half], rows[half:], strict=True))
+        rows = [builder.shuffle_vector(a, b, ir.Constant(kind, m)) for a, b in pairs for m in mixed]
+    return rows
+
+
 @_intrinsic
 def _turn(typing: Any, source: Any, between: Any, target: Any, apart: Any) -> Any:
     """Sixteen rows of sixteen values become columns; rows lie ``between`` and ``apart`` values from each other."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, between, target, apart = arguments
-        half = _SIXTEEN // 2
         rows = [_load(builder, _FLOATS, source, _times(builder, between, 4 * r)) for r in range(_SIXTEEN)]
-        mixed = [[k // 2 + first + _SIXTEEN * (k % 2) for k in range(_SIXTEEN)] for first in (0, half)]
-        for _ in range(_SIXTEEN.bit_length() - 1):  # each time rows half the square apart are merged like a zip
-            pairs = list(zip(rows[:half], rows[half:], strict=True))
-            rows = [builder.shuffle_vector(a, b, ir.Constant(_WORDS, m)) for a, b in pairs for m in mixed]
-        for r, row in enumerate(rows):
+        for r, row in enumerate(_zipped(builder, rows)):
             _store(builder, row, target, _times(builder, apart, 4 * r))
         return context.get_dummy_value()
 
@@ -2347,6 +2354,151 @@ def _kernel_norm_backward(parameters: int, scratch: int, first: int, last: int) 
                 o = _pointer(p.out + 4 * (n * p.channels + c) * inner, types.float32)
                 for k in range(inner):
                     o[k] = ((g[k] - shared) - (v[k] - mean) * slope) * factor
+
+
+_FEW, _WIDE = (ir.VectorType(kind, NORM_CHANNELS) for kind in (_FLOAT, ir.DoubleType()))
+
+
+@_intrinsic
+def _chained_sums(typing: Any, x: Any, apart: Any, count: Any, means: Any, sums: Any, squared: Any) -> Any:
+    """Adds ``count`` times eight values of eight channels, which lie ``apart`` values from each other, to eight sums.
+
+    Each sum is a float64 to which one value is added after the other; with ``squared`` the square of its difference to
+    the mean. A sum waits for its last addition, so eight channels side by side take the time of one.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, apart, count, means, sums, _ = arguments
+        total = cgutils.alloca_once_value(builder, _load(builder, _WIDE, sums))
+        lanes = _load(builder, _FEW, means)
+        chosen = [ir.Constant(ir.VectorType(_WORD, NORM_CHANNELS), [r] * NORM_CHANNELS) for r in range(NORM_CHANNELS)]
+        spread = [builder.shuffle_vector(lanes, lanes, lane) for lane in chosen]
+        with cgutils.for_range(builder, count) as row:
+            at = builder.add(x, _times(builder, row.index, 4 * NORM_CHANNELS))
+            values = [_load(builder, _FEW, at, _times(builder, apart, 4 * r)) for r in range(NORM_CHANNELS)]
+            if squared.literal_value:
+                away = [builder.fsub(value, mean) for value, mean in zip(values, spread, strict=True)]
+                values = [builder.fmul(value, value) for value in away]
+            found = builder.load(total)
+            for column in _zipped(builder, values):
+                found = builder.fadd(found, builder.fpext(column, _WIDE))
+            builder.store(found, total)
+        _store(builder, builder.load(total), sums)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, squared), generate
+
+
+@_intrinsic
+def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(*[types.float32] * 3), generate
+
+
+@_inline
+def _sum_channels(p: Any, c: int, means: int, sums: int, squared: int) -> None:
+    """Of eight channels from ``c`` on, over all samples: the sums of values, or of their squares around the means."""
+    total, mean = _pointer(sums, types.float64), _pointer(means, types.float32)
+    whole = p.inner // NORM_CHANNELS
+    for k in range(NORM_CHANNELS):
+        total[k] = 0.0
+    for n in range(p.samples):
+        start = p.x + 4 * (n * p.channels + c) * p.inner
+        if squared:
+            _chained_sums(start, p.inner, whole, means, sums, 1)
+        else:
+            _chained_sums(start, p.inner, whole, means, sums, 0)
+        x = _pointer(start, types.float32)
+        for k in range(NORM_CHANNELS):
+            for j in range(NORM_CHANNELS * whole, p.inner):
+                away = x[k * p.inner + j] - mean[k]
+                total[k] += np.float64(away * away if squared else x[k * p.inner + j])
+
+
+@_kernel
+def _kernel_native_batch_norm(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _read(parameters, layout.BatchNorm)
+    room = layout.batch_norm_scratch()
+    means, sums = scratch + room.means, scratch + room.sums
+    mean, total = _pointer(means, types.float32), _pointer(sums, types.float64)
+    numbers = _pointer(p.numbers, types.float64)
+    eps, momentum = numbers[0], F32(numbers[1])
+    rest = _ONE - momentum
+    count = np.float64(p.samples * p.inner)
+    weights, biases = _pointer(p.weight, types.float32), _pointer(p.bias, types.float32)
+    running_mean, running_var = _pointer(p.running_mean, types.float32), _pointer(p.running_var, types.float32)
+    kept, inverses = _pointer(p.mean, types.float32), _pointer(p.invstd, types.float32)
+    for item in range(first, last):
+        c = NORM_CHANNELS * item
+        _sum_channels(p, c, means, sums, 0)
+        for k in range(NORM_CHANNELS):
+            mean[k] = F32(total[k] / count)
+        _sum_channels(p, c, means, sums, 1)
+        for k in range(NORM_CHANNELS):
+            squares = F32(total[k])
+            invstd = F32(1.0 / np.sqrt(np.float64(squares / F32(count)) + eps))
+            kept[c + k], inverses[c + k] = mean[k], invstd
+            if p.running_mean:
+                running_mean[c + k] = momentum * mean[k] + rest * running_mean[c + k]
+            if p.running_var:
+                unbiased = np.float64(squares / F32(count - 1.0))
+                running_var[c + k] = F32(np.float64(momentum) * unbiased + np.float64(rest * running_var[c + k]))
+            scale = invstd * weights[c + k] if p.weight else invstd
+            shift = _fused(-mean[k], scale, biases[c + k] if p.bias else _ZERO)
+            for n in range(p.samples):
+                at = 4 * (n * p.channels + c + k) * p.inner
+                x, out = _pointer(p.x + at, types.float32), _pointer(p.out + at, types.float32)
+                for j in range(p.inner):
+                    out[j] = _fused(x[j], scale, shift)
+
+
+@_kernel
+def _kernel_max_pool2d_with_indices(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _read(parameters, layout.MaxPool)
+    room = layout.max_pool_scratch(p.columns)
+    best, place = _pointer(scratch + room.best, types.float32), _pointer(scratch + room.place, types.int32)
+    for item in range(first, last):
+        x = _pointer(p.x + 4 * item * p.height * p.width, types.float32)
+        for r in range(p.rows):
+            start = item * p.rows * p.columns + r * p.columns
+            out, places = _pointer(p.out + 4 * start, types.float32), _pointer(p.places + 8 * start, types.int64)
+            top = r * p.down - p.above
+            skipped = (-top + p.row_apart - 1) // p.row_apart if top < 0 else 0
+            for c in range(p.columns):
+                left = c * p.along - p.before
+                left += (-left + p.apart - 1) // p.apart * p.apart if left < 0 else 0
+                best[c], place[c] = _MINUS_INF, I32((top + skipped * p.row_apart) * p.width + left)
+            for i in range(skipped, p.tall):
+                row = top + i * p.row_apart
+                if row >= p.height:
+                    break
+                for j in range(p.wide):
+                    shift = j * p.apart - p.before
+                    begin = (-shift + p.along - 1) // p.along if shift < 0 else 0
+                    end = min(p.columns, (p.width - 1 - shift) // p.along + 1) if shift < p.width else 0
+                    at = row * p.width + shift
+                    if p.along == 2:
+                        _take_larger(x, at, 2, begin, end, best, place)
+                    elif p.along == 1:
+                        _take_larger(x, at, 1, begin, end, best, place)
+                    else:
+                        _take_larger(x, at, p.along, begin, end, best, place)
+            for c in range(p.columns):
+                out[c], places[c] = best[c], np.int64(place[c])
+
+
+@_inline
+def _take_larger(x: Any, at: int, along: int, begin: int, end: int, best: Any, place: Any) -> None:
+    """Replaces results by values that are larger, or NaN; of equal ones the first stays."""
+    for c in range(begin, end):
+        value = x[at + c * along]
+        taken = (value > best[c]) | (value != value)
+        best[c] = value if taken else best[c]
+        place[c] = I32(at + c * along) if taken else place[c]
 
 
 # ---------------------------------------------------------------- launching

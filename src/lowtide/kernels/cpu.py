@@ -1192,3 +1192,128 @@ def unpack_taps(packed: Tensor, numel: int, starts: Tensor, inner: int, taps: Te
     )
     _run("unpack_taps", -(-numel // TILE), numel, _bytes(layout.taps_scratch), record)
     return out
+
+
+# ---------------------------------------------------------------- operators of torch, to the same bits
+
+
+# They return None for what they are not for.
+
+
+def native_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The result, the means, and the inverse deviations; running statistics are brought up to date."""
+    channels = x.shape[1] if x.dim() > 1 else 0
+    given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
+    if (
+        not training
+        or not 0 < x.shape[0] * channels < x.numel()  # torch sums maps of one value in another way
+        or channels % layout.NORM_CHANNELS
+        or eps <= 0
+        or not _is(x, torch.float32, x.numel())
+        or not all(_is(t, torch.float32, channels) for t in given)
+    ):
+        return None
+    out, mean, invstd = (x.new_empty(shape) for shape in (x.shape, channels, channels))
+    numbers = array("d", (eps, momentum))
+    record = layout.BatchNorm(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        mean=mean.data_ptr(),
+        invstd=invstd.data_ptr(),
+        weight=_address(weight),
+        bias=_address(bias),
+        running_mean=_address(running_mean),
+        running_var=_address(running_var),
+        numbers=numbers.buffer_info()[0],
+        samples=x.shape[0],
+        channels=channels,
+        inner=x.numel() // (x.shape[0] * channels),
+    )
+    scratch = _bytes(layout.batch_norm_scratch)
+    _run("native_batch_norm", channels // layout.NORM_CHANNELS, x.numel(), scratch, record)
+    return out, mean, invstd
+
+
+def max_pool2d_with_indices(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """The largest value of each window, and where in its map it stands."""
+    window = Window(*(_pair(sizes) for sizes in (kernel, stride or kernel, padding, dilation)))
+    if x.dim() != 4 or ceil_mode or not x.numel() or not _is(x, torch.float32, x.numel()) or not window.is_sound():
+        return None
+    samples, channels, *sides = x.shape
+    rows, columns = (window.results(side, d) for d, side in enumerate(sides))
+    if min(rows, columns) < 1 or sides[0] * sides[1] >= 1 << 31:
+        return None
+    out, places = (x.new_empty(samples, channels, rows, columns, dtype=t) for t in (x.dtype, torch.int64))
+    record = layout.MaxPool(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        places=places.data_ptr(),
+        height=sides[0],
+        width=sides[1],
+        rows=rows,
+        columns=columns,
+        tall=window.kernel[0],
+        wide=window.kernel[1],
+        down=window.stride[0],
+        along=window.stride[1],
+        above=window.padding[0],
+        before=window.padding[1],
+        row_apart=window.dilation[0],
+        apart=window.dilation[1],
+    )
+    scratch = _bytes(layout.max_pool_scratch, columns)
+    _run("max_pool2d_with_indices", samples * channels, x.numel(), scratch, record)
+    return out, places
+
+
+class Window(NamedTuple):
+    """Of pooling, for rows and for columns."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    def is_sound(self) -> bool:
+        """Would torch take it?"""
+        least = min(*self.kernel, *self.stride, *self.dilation)
+        return least > 0 and all(0 <= 2 * p <= k for p, k in zip(self.padding, self.kernel, strict=True))
+
+    def results(self, side: int, d: int) -> int:
+        """How many windows there are along a side."""
+        return (side + 2 * self.padding[d] - self.dilation[d] * (self.kernel[d] - 1) - 1) // self.stride[d] + 1
+
+
+def _pair(sizes: Sequence[int]) -> tuple[int, int]:
+    return sizes[0], sizes[-1]
+
+
+def has_torchs_bits(name: str) -> bool:
+    """Does an operator above give what torch gives? That depends on how torch was compiled, and for which processor."""
+    with torch.no_grad():
+        values = (torch.arange(1100, dtype=torch.float32, device="cpu") * 12.9898).sin_().mul_(3.0).add_(0.25)
+        x, small = values[:840].view(5, 8, 3, 7), values[840:872].view(4, 8)
+        found = []
+        for operator in (globals()[name], getattr(torch.ops.aten, name)):
+            if name == "native_batch_norm":
+                mean, var = small[2].clone(), small[3].square()
+                found.append((*operator(x, small[0], small[1], mean, var, True, 0.9, 1e-3), mean, var))
+            else:
+                found.append(operator(x, [3, 3], [2, 2], [1, 1]))
+    return all(torch.equal(own, other) for own, other in zip(*found, strict=True))

@@ -19,6 +19,7 @@ _jitable: Any = import_module("numba.extending").register_jitable  # some versio
 BATCH = 2048  # values worked on at once where several groups or slabs fit: they stay in L1
 TILE = 4096  # values of an item, for kernels that know no groups
 LINE = 64  # bytes of a cache line
+NORM_CHANNELS = 8  # channels whose sums a batch norm makes side by side
 TILE_CHANNELS = 16  # channels worked on at once: a line of float32, where channels lie side by side
 
 FLOAT32, BFLOAT16, FLOAT16, BOOL = 0, 1, 2, 3  # ``kind``: the type of values
@@ -328,6 +329,44 @@ class NormBackward(NamedTuple):
     channels: int
     inner: int
     step: int
+
+
+class BatchNorm(NamedTuple):
+    """An item is eight channels of all samples."""
+
+    x: int
+    out: int
+    mean: int
+    invstd: int
+    weight: int
+    bias: int
+    running_mean: int
+    running_var: int
+    numbers: int
+    """The address of two float64: epsilon and momentum."""
+    samples: int
+    channels: int
+    inner: int
+
+
+class MaxPool(NamedTuple):
+    """An item is a map. Of a pair of sizes the first is that of rows."""
+
+    x: int
+    out: int
+    places: int
+    height: int
+    width: int
+    rows: int
+    columns: int
+    tall: int
+    wide: int
+    down: int
+    along: int
+    above: int
+    before: int
+    row_apart: int
+    apart: int
 
 
 class PackBand(NamedTuple):
@@ -722,6 +761,39 @@ def norm_scratch(samples: int, values: int, group: int, spare: int) -> NormScrat
     length = aligned(4 * (values + 2 * group)) // 4
     after = 256 + 128 + 4 * samples * length
     return NormScratch(0, 256, 256 + 128, after, length, after + spare)
+
+
+class BatchNormScratch(NamedTuple):
+    """For eight channels."""
+
+    means: int
+    """float32."""
+    sums: int
+    """float64."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def batch_norm_scratch() -> BatchNormScratch:
+    """Of ``native_batch_norm``."""
+    return BatchNormScratch(0, 64, 128)
+
+
+class MaxPoolScratch(NamedTuple):
+    """For a row of results."""
+
+    best: int
+    """float32."""
+    place: int
+    """32-bit integers."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def max_pool_scratch(columns: int) -> MaxPoolScratch:
+    """Of ``max_pool2d_with_indices``."""
+    place = aligned(4 * columns)
+    return MaxPoolScratch(0, place, 2 * place)
 
 
 class BandScratch(NamedTuple):

@@ -1,0 +1,266 @@
+"""Kernels that stand for operators of torch in a session give the bits of torch's own, and leave its graph as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lowtide
+from lowtide import kernels
+from lowtide.graph import thrift
+from lowtide.kernels import backends, cpu
+
+NORM, POOL = "native_batch_norm", "max_pool2d_with_indices"
+BATCH_NORM, MAX_POOL = (getattr(torch.ops.aten, name).default for name in (NORM, POOL))
+
+
+def assert_bits(own: tuple[Tensor, ...] | None, torchs: tuple[Tensor, ...]) -> None:
+    assert own is not None
+    for a, b in zip(own, torchs, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        kind = torch.int32 if a.dtype == torch.float32 else a.dtype
+        nan = a.isnan() & b.isnan()  # whose bits are anybody's
+        assert torch.equal(a.view(kind)[~nan], b.view(kind)[~nan])
+        assert torch.equal(a.isnan(), b.isnan())
+
+
+def norms(x: Tensor, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True, running: bool = True) -> None:
+    """Our kernel beside torch's."""
+    generator = torch.Generator().manual_seed(1)
+    weight, bias, mean, var = torch.randn(4, x.shape[1], generator=generator)
+    found = []
+    for operator in (cpu.native_batch_norm, BATCH_NORM):
+        own = [mean.clone(), var.square()] if running else [None, None]
+        parameters = (weight, bias) if affine else (None, None)
+        result = operator(x, *parameters, *own, True, momentum, eps)
+        found.append(None if result is None else (*result, *(s for s in own if s is not None)))
+    assert found[1] is not None
+    assert_bits(found[0], found[1])
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 8, 2), (5, 8, 7), (3, 24, 7, 7), (16, 64, 14, 14), (2, 16, 3, 5, 9), (1, 8, 64, 67)]
+)
+def test_batch_norm(sizes: tuple[int, ...]) -> None:
+    x = torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    norms(x)
+    norms(x * 1e-3 + 100.0, momentum=0.37, eps=1e-3)
+    norms(x.sinh() * 1e4, affine=False)
+    norms(x, momentum=0.9)
+    norms(x, momentum=1.0, running=False)
+    norms(torch.zeros(sizes))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_batch_norm_in_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        norms(torch.randn(16, 40, 28, 28, generator=torch.Generator().manual_seed(0)))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_batch_norm_keeps_what_is_not_finite_in_its_channel(value: float) -> None:
+    x = torch.randn(4, 16, 9, 9, generator=torch.Generator().manual_seed(0))
+    x[2, 5, 3, 3] = value
+    norms(x)
+    assert cpu.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0][:, 6:].isfinite().all()  # type: ignore[index]
+
+
+def test_batch_norm_is_not_for_everything() -> None:
+    x = torch.randn(4, 16, 6, 6)
+    usual: list[Any] = [x, None, None, None, None, True, 0.1, 1e-5]
+    assert cpu.native_batch_norm(*usual) is not None
+    others: dict[int, tuple[Any, ...]] = {
+        0: (
+            *(x[:, :12].clone(), x.double(), x.bfloat16(), x.to(memory_format=torch.channels_last), x[:0]),
+            *(x[:, :, :1, :1].clone(), torch.randn(16)),
+        ),
+        1: (torch.ones(8), torch.ones(16, dtype=torch.float64), torch.ones(32)[::2]),
+        5: (False,),
+        7: (0.0,),
+    }
+    for place, values in others.items():
+        for value in values:
+            assert cpu.native_batch_norm(*usual[:place], value, *usual[place + 1 :]) is None, (place, value)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 40)] * 2),
+    *[st.tuples(st.integers(1, 5), st.integers(1, 5))] * 2,
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.integers(0, 3),
+)
+def test_max_pool(
+    sizes: tuple[int, ...],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    odd: int,
+) -> None:
+    x = torch.randn(sizes, generator=torch.Generator().manual_seed(odd)).mul_(2).round_()  # with equal values
+    for value in (math.nan, -math.inf, math.inf)[:odd]:
+        x.masked_fill_(torch.rand(sizes, generator=torch.Generator().manual_seed(int(odd))) < 0.2, value)
+    arguments = (x, list(kernel), list(stride), list(padding), list(dilation))
+    try:
+        truth = MAX_POOL(*arguments)
+    except RuntimeError:
+        assert cpu.max_pool2d_with_indices(*arguments) is None
+        return
+    assert_bits(cpu.max_pool2d_with_indices(*arguments), truth)
+
+
+def test_max_pool_is_not_for_everything() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    assert cpu.max_pool2d_with_indices(x, [2]) is not None
+    assert_bits(cpu.max_pool2d_with_indices(x, [2]), MAX_POOL(x, [2]))
+    assert cpu.max_pool2d_with_indices(x, [3], [2], [0], [1], True) is None
+    for other in (x[0], x.double(), x.to(memory_format=torch.channels_last), x[:0], x.bfloat16()):
+        assert cpu.max_pool2d_with_indices(other, [2]) is None
+
+
+# ---------------------------------------------------------------- in sessions
+
+
+class Calls:
+    """What the kernels were asked, by name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        right = kernels.like_torch
+
+        def counted(name: str) -> Any:
+            kernel = right(name)
+            assert kernel is not None
+
+            def call(*given: Any) -> Any:
+                found = kernel(*given)
+                if found is not None:
+                    self.made.append(name)
+                return found
+
+            return call
+
+        monkeypatch.setattr(kernels, "like_torch", counted)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    monkeypatch.setattr(thrift, "_LEAST_FASTER", 0)
+    return Calls(monkeypatch)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3))
+
+
+def names(node: Any) -> list[str]:
+    """Of all nodes behind one, from the last to the first."""
+    return [] if node is None else [type(node).__name__, *(n for f, _ in node.next_functions for n in names(f))]
+
+
+def test_a_session_is_exact(calls: Calls) -> None:
+    x, results = torch.randn(4, 3, 16, 16), []
+    for compressed in (False, True):
+        model = network()
+        for _ in range(2):
+            if compressed:
+                with lowtide.compress(model, "lossless", min_numel=0):
+                    loss = model(x).square().sum()
+            else:
+                loss = model(x).square().sum()
+            loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters()), *model.buffers()])
+        kinds = [name for name in names(loss.grad_fn) if "Norm" in name or "Pool" in name]
+        assert kinds == ["MaxPool2DWithIndicesBackward0", "NativeBatchNormBackward0"]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert calls.made == [NORM, POOL] * 2
+
+
+def test_what_others_watch_is_torchs(calls: Calls) -> None:
+    """Modes that see operators, no gradients, hooks of others, another layout; and evaluation, but for pooling."""
+    model, x, seen = network(), torch.randn(4, 3, 16, 16), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    with lowtide.compress(model, "lossless"):
+        with Watch():
+            model(x)
+        with torch.no_grad():
+            model(x)
+        with torch.autograd.graph.save_on_cpu():
+            model(x)
+        model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
+    assert {BATCH_NORM, MAX_POOL} < set(seen)
+    assert not calls.made
+    model = network().eval()
+    with lowtide.compress(model, "lossless"):
+        model(x)
+        F.max_pool2d(input=model[0](x), kernel_size=2)
+    assert calls.made == [POOL, POOL]
+
+
+def test_defaults_of_torch_do_not_matter(calls: Calls) -> None:
+    model, x = network(), torch.randn(4, 3, 16, 16)
+    truth = model(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), lowtide.compress(model, "lossless"):
+            found = model(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, truth)
+    assert calls.made == [NORM, POOL]
+
+
+@pytest.mark.parametrize("name", [NORM, POOL])
+def test_other_bits_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.has_torchs_bits(name)
+    right = getattr(cpu, name)
+
+    def wrong(*given: Any) -> Any:
+        found = right(*given)
+        return (found[0].nextafter(torch.tensor(9.0)), *found[1:])
+
+    monkeypatch.setattr(cpu, name, wrong)
+    assert not cpu.has_torchs_bits(name)
+    backends.like_torch.cache_clear()
+    try:
+        assert backends.like_torch(name) is None
+        monkeypatch.setattr(cpu, name, right)
+        backends.like_torch.cache_clear()
+        monkeypatch.setenv("LOWTIDE_KERNELS", "reference")
+        assert backends.like_torch(name) is None
+        monkeypatch.delenv("LOWTIDE_KERNELS")
+        monkeypatch.setattr(cpu, "compile", lambda name: 1 / 0)
+        assert backends.like_torch(name) is None
+    finally:
+        backends.like_torch.cache_clear()
+
+
+def test_without_kernels_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thrift, "_LEAST_FASTER", 0)
+    monkeypatch.setattr(kernels, "like_torch", lambda name: None)
+    model, x = network(), torch.randn(4, 3, 16, 16)
+    truth = model(x)
+    with lowtide.compress(model, "lossless"):
+        assert torch.equal(model(x), truth)

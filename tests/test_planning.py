@@ -564,10 +564,10 @@ def test_a_verified_plan_is_measured_in_other_processes(measured):
 
 def test_fit_finds_the_largest_batch():
     model = net()
-    # What operators take inside themselves depends on the processor, and is not in the profiles beside it.
+    # Without what operators take inside themselves: it is measured, so it differs a little from batch to batch.
     plain = lowtide.fit(model, images, loss, "40 MiB", method="plain", run=False, measure=False)
-    assert lowtide.profile(model, images(plain.size), loss, fake=True).peak <= 40 * MIB
-    assert lowtide.profile(model, images(plain.size + 1), loss, fake=True).peak > usable(40 * MIB)
+    assert lowtide.profile(model, images(plain.size), loss, fake=True, measure=False).peak <= 40 * MIB
+    assert lowtide.profile(model, images(plain.size + 1), loss, fake=True, measure=False).peak > usable(40 * MIB)
     planned = lowtide.fit(model, images, loss, "40 MiB", run=False)
     assert planned.size > 2 * plain.size
     assert planned.plan.predicted.peak <= 40 * MIB

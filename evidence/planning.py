@@ -48,16 +48,20 @@ STEPS, BLOCKS, FITS, SIZES, PRODUCTS = (
 MODES = ("plain", "division", "actnn", "auto", "checkpoint", "save_on_cpu")
 PLANS = {
     "plan": ("compress", "rebuild"),
+    "plan by error alone": ("compress", "rebuild"),
     "plan with checkpoints": ("compress", "rebuild", "checkpoint"),
     "exact plan": ("checkpoint",),
 }
 """What plans may do, by the name of their rows."""
+TIME_WEIGHTS = {"plan by error alone": 0.0}
 PARTS = {
     "plan": ("auto", 0.8, 0.0, "actnn", 0.6, 0.4, "division"),
+    "plan by error alone": ("auto",),
     "plan with checkpoints": (0.8, 0.6, 0.0),
     "exact plan": ("checkpoint", "save_on_cpu"),
 }
-"""Budgets as parts of the plain peak, or as the measured peaks of other ways; 0 stands for the smallest possible."""
+"""Budgets as parts of the plain peak, or such that the predicted peak may be the measured one of another way; 0 stands
+for the smallest possible."""
 WAYS = ("plain", "checkpoint", "plan", "plan with checkpoints")
 _TIMES = ("seconds", "time", "time_least", "time_most")
 """The fastest step, that beside the fastest plain one, and the least and the most of a round beside its plain one."""
@@ -329,16 +333,20 @@ def _plans(name: str, wanted: list[tuple[str, str]], run: Run) -> None:
     others = {row["mode"]: int(row["peak"]) for row in read(STEPS) if row["subject"] == name}
     smallest = {mode: run.smallest(profile, mode) for mode in dict.fromkeys(mode for mode, _ in wanted)}
     for mode, part in wanted:
-        allow, least = PLANS[mode], smallest[mode]
-        asked = others.get(part, 0) if part in MODES else int(float(part) * profile.peak)
-        if run.is_over() or 0 < asked < least or (part in MODES and not asked):
+        share = 0.0 if part in MODES else float(part)
+        if run.is_over() or (part in MODES and part not in others) or 0 < share * profile.peak < smallest[mode]:
             continue
-        plan = lowtide.plan(profile, max(asked, least), allow=allow)
+        budget = budget_for(others[part]) if part in MODES else max(int(share * profile.peak), smallest[mode])
+        try:
+            plan = lowtide.plan(profile, budget, allow=PLANS[mode], time_weight=TIME_WEIGHTS.get(mode, 1.0))
+        except lowtide.BudgetError as error:
+            print(f"{name}, {mode} for the peak of {part}: {error}", flush=True)
+            continue
         if mode == "plan with checkpoints" and not plan.checkpoints:  # then it is a plan without them
             continue
         plan.save(run.file(name, mode, part))
         found = verify(plan, model, batch, subject.loss, plain=False, steps=0)
-        row = {"plain_predicted": profile.peak, "budget": max(asked, least)}
+        row = {"plain_predicted": profile.peak, "budget": budget}
         add(STEPS, _row(name, mode, part, plan, found) | row)
 
 

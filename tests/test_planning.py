@@ -318,6 +318,19 @@ def test_what_auto_chooses_is_known_to_every_plan(measured):
             assert mine.added_seconds * problem.price <= theirs.cost
 
 
+def test_time_counts_as_much_as_is_asked(measured):
+    """The more it counts, the less of it a plan takes, and the larger its error is."""
+    _, _, profile = measured
+    profile = dataclasses.replace(profile, step_seconds=0.05)
+    for limit in (0.9, 0.8, 0.7, 0.6):
+        budget = int(limit * profile.peak)
+        found = [lowtide.plan(profile, budget, time_weight=weight).predicted for weight in (0.0, 1.0, 20.0)]
+        errors, times = [one.error for one in found], [one.added_seconds for one in found]
+        assert errors[0] <= 1.001 * errors[2]
+        assert times[2] <= 1.001 * times[0]
+    assert times[2] < times[0]
+
+
 def test_chains_that_are_too_long_for_a_solver_are_cut():
     """Seven tensors are free to rebuild: two of three others each, and one of those two."""
     stored = Choice.store(GroupQuant(bits=8)), Choice.store(Cast("bfloat16"))
@@ -483,6 +496,8 @@ def test_a_budget_that_is_too_small_names_the_smallest(measured):
         ({"bits": 3, "ratio": 2}, TypeError, "give one of"),
         ({"ratio": 2, "allow": ["fly"]}, ValueError, "allow takes compress, rebuild, offload, checkpoint; got 'fly'"),
         ({"ratio": 2, "solver": "guess"}, ValueError, "guess"),
+        ({"ratio": 2, "time_weight": -1}, ValueError, "time_weight must be a number of at least 0; got -1"),
+        ({"ratio": 2, "time_weight": math.nan}, ValueError, "time_weight"),
     ],
 )
 def test_bad_limits_are_refused_in_one_line(measured, limit, error, match):

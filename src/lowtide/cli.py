@@ -139,6 +139,12 @@ def _parser() -> argparse.ArgumentParser:
     limit.add_argument("--error", type=_above_zero, help="relative error of the gradient; implies --real")
     _add_step(choose)
     _add_choices(choose)
+    choose.add_argument(
+        "--time-weight",
+        type=float,
+        metavar="W",
+        help="how much time counts beside the error; with 0 the error alone counts (1)",
+    )
     choose.add_argument("--verify", action="store_true", help="also measure real steps; implies --real")
     _add_output(choose, "the plan, for lowtide.attach(model, lowtide.Plan.load(PATH)),")
     largest = add("fit", _fit, "find the largest batch whose step fits a budget")
@@ -377,7 +383,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         found = _profiled(arguments, target)
     limits = {name: getattr(arguments, name) for name in ("budget", "ratio", "bits", "error")}
     with _working("planning"), _refusing():
-        made = plan(found, **limits, **_chosen(arguments, "allow", "blocks", "solver"))
+        made = plan(found, **limits, **_chosen(arguments, "allow", "blocks", "solver", "time_weight"))
     if arguments.save is not None:
         made.save(arguments.save)
     verification = None

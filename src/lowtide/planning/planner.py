@@ -201,6 +201,7 @@ def plan(
     allow: Iterable[str] = ("compress", "rebuild"),
     blocks: str | Iterable[str] = (),
     solver: str = "lagrangian",
+    time_weight: float = 1.0,
 ) -> BudgetPlan:
     """Choose what happens to each saved tensor, so that one limit is met at the least error and time.
 
@@ -211,7 +212,8 @@ def plan(
     CPU to a file. With ``"checkpoint"`` whole blocks may run again in backward, which changes no gradient: members of
     a Sequential or a ModuleList that have modules inside, or those that ``blocks`` names, patterns of module paths such
     as ``"layers.*.mlp"``. That goes with ``budget`` and ``error``. ``solver`` is "lagrangian", "greedy" (faster,
-    and at most as good) or "exact" (a dozen tensors at most); the cost of none rises with the budget.
+    and at most as good) or "exact" (a dozen tensors at most); the cost of none rises with the budget. ``time_weight``
+    says how much time counts beside the error: with 1 a tenth of a step counts as an error of a tenth, with 0 nothing.
 
     The peak is that of a model of the step: what is still in full in the forward, what is encoded, decoded and released
     in backward, gradients, and the memory inside operators if the profile has it. Raises :class:`BudgetError` if the
@@ -232,6 +234,8 @@ def plan(
     if len(given) != 1:
         raise TypeError(f"give one of budget, ratio, bits and error; got {', '.join(given) or 'none'}")
     ((name, value),) = given.items()
+    if isinstance(time_weight, bool) or not isinstance(time_weight, (int, float)) or not 0 <= time_weight < math.inf:
+        raise ValueError(f"time_weight must be a number of at least 0; got {time_weight!r}")
     if name == "budget":
         wanted: float = nbytes_of(value)
     elif isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
@@ -245,7 +249,7 @@ def plan(
             f"allow='checkpoint' goes with budget and error; {name} counts what is stored of each tensor, and a "
             "checkpoint stores none of those inside it"
         )
-    problems = Problem.all(profile, allowed, blocks)
+    problems = Problem.all(profile, allowed, blocks, time_weight)
     text = {"budget": f"budget {size(int(wanted))}" if name == "budget" else "", "ratio": f"{wanted:g}x fewer bytes"}
     text |= {"bits": f"{wanted:g} bits a value", "error": f"error {wanted:g}"}
     refused: list[tuple[int, Problem, InfeasibleError]] = []
@@ -299,6 +303,7 @@ class Problem:
     plain: Profile
     """Of the step as it is; ``profile`` is that with the ``parts`` checkpointed."""
     parts: Sequence[Part] = ()
+    time_weight: float = 1.0
 
     @property
     def recomputed(self) -> float:
@@ -308,10 +313,12 @@ class Problem:
     @property
     def cost(self) -> float:
         """Of the second runs, as solvers count cost."""
-        return _TRADE * self.recomputed
+        return self.time_weight * _TRADE * self.recomputed
 
     @classmethod
-    def all(cls, profile: Profile, allowed: Sequence[str], blocks: str | Iterable[str] = ()) -> list[Problem]:
+    def all(
+        cls, profile: Profile, allowed: Sequence[str], blocks: str | Iterable[str] = (), time_weight: float = 1.0
+    ) -> list[Problem]:
         """One for each set of modules that is worth trying as checkpoints; the first has none."""
         patterns = (blocks,) if isinstance(blocks, str) else tuple(blocks)
         if "checkpoint" not in allowed:
@@ -320,14 +327,16 @@ class Problem:
             sets: Sequence[Sequence[Part]] = [()]
         else:
             sets = selections(profile, candidates(profile, patterns))
-        found = [cls.of(profile, allowed, parts) for parts in sets]
+        found = [cls.of(profile, allowed, parts, time_weight) for parts in sets]
         if "offload" in allowed and not profile.device.startswith("cpu"):  # without it nothing is in flight
             others = [name for name in allowed if name != "offload"]
-            found = [cls.of(profile, others, parts) for parts in sets] + found
+            found = [cls.of(profile, others, parts, time_weight) for parts in sets] + found
         return found
 
     @classmethod
-    def of(cls, profile: Profile, allowed: Sequence[str], parts: Sequence[Part] = ()) -> Problem:
+    def of(
+        cls, profile: Profile, allowed: Sequence[str], parts: Sequence[Part] = (), time_weight: float = 1.0
+    ) -> Problem:
         """Every tensor that a plan may decide about, with the times at which it takes memory."""
         plain, profile = profile, checkpointed(profile, parts)
         place = {saved.sites[0]: i for i, saved in enumerate(profile.saved)}
@@ -366,7 +375,8 @@ class Problem:
             sent = [saved.nbytes for saved in profile.saved if saved.has_values]
             total += min(sum(sent), max(IN_FLIGHT, *sent, 0))  # the most that a session has on its way out or ahead
         seconds = profile.step_seconds
-        return cls(profile, total.tolist(), items, choices, _TRADE / seconds if seconds else 0.0, plain, parts)
+        price = time_weight * _TRADE / seconds if seconds else 0.0
+        return cls(profile, total.tolist(), items, choices, price, plain, parts, time_weight)
 
     @functools.cached_property
     def known(self) -> list[list[int]]:

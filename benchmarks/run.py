@@ -312,6 +312,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="every size, network and mode, and limits")
     parser.add_argument("--network", action="append", choices=SUBJECTS, help="for step: this one alone (repeatable)")
     parser.add_argument("--rounds", type=int, default=1, help="for step: how often each mode runs, in a new process")
+    parser.add_argument("--turns", type=int, default=steps.TURNS, help="for step: steps of each process that count")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for step: begin no process after this time")
     parser.add_argument("--append", action="store_true", help="for step: leave out what --out has, and add the rest")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
@@ -333,7 +334,7 @@ def main() -> int:
     if path.exists() and not given.append:
         parser.error(f"{path} exists; --append adds to it, --out chooses another folder")
     groups = [g for g in steps.plan(given.full) if not given.network or g.subject in given.network]
-    return 0 if steps.run(path, groups, given.rounds, given.seconds) else 3
+    return 0 if steps.run(path, groups, given.rounds, given.seconds, given.turns) else 3
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def busy(load: str) -> Iterator[None]:
         yield
 
 
-def measure(group: Group, turns: int = TURNS) -> dict[str, dict[str, Any]]:
+def measure(group: Group, turns: int) -> dict[str, dict[str, Any]]:
     """The cells of each mode's row."""
     argument = {
         "subject": group.subject,
@@ -170,7 +170,7 @@ def measure(group: Group, turns: int = TURNS) -> dict[str, dict[str, Any]]:
     return found
 
 
-def run(path: Path, groups: list[Group], rounds: int, budget: float) -> bool:
+def run(path: Path, groups: list[Group], rounds: int, budget: float, turns: int = TURNS) -> bool:
     """Measure what ``path`` does not hold yet, at most ``budget`` seconds long; tell whether all is there now."""
     made = origin()
     done: set[tuple[str, ...]] = set()
@@ -187,7 +187,7 @@ def run(path: Path, groups: list[Group], rounds: int, budget: float) -> bool:
         if time.monotonic() - start > budget:
             print(f"{i} of {len(wanted)} groups have run; the same command goes on")
             return False
-        for mode, found in measure(group).items():
+        for mode, found in measure(group, turns).items():
             cells = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in found.items()}
             named = dict(zip(KEY, group.key, strict=True)) | {"mode": mode, "round": number}
             append(path, FIELDS, named | cells | made)

@@ -89,7 +89,7 @@ def test_a_table_compares_with_plain_of_the_same_setting_and_shows_the_range(tmp
 def test_rounds_go_on_where_they_stopped_and_never_mix_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def measure(group: steps.Group) -> dict[str, dict[str, float]]:
+    def measure(group: steps.Group, turns: int) -> dict[str, dict[str, float]]:
         ran.append(group.subject)
         common = {"ratio_low": 1.0, "ratio_high": 2.0, "peak": 3 * MIB, "rest": MIB, "faults": 0}
         return {mode: {"median_s": 2.0, "ratio": 1.0 + i / 2} | common for i, mode in enumerate(group.modes)}

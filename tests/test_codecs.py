@@ -1658,9 +1658,13 @@ CALLS = {
         (_flat, None, *_tiles, (20, 6, 1), (), 0, 0, 16, 2, 1, torch.ones(6), torch.ones(6), w)
         for w in (None, torch.ones(6))
     ],
+    "norm_backward_": [
+        (_flat.clone(), None, *_tiles, (20, 6, 1), (), 0, 0, 16, 2, 1, torch.ones(6), torch.ones(6), None),
+    ],
     "pack_band": [(_flat.to(d), -0.5, 0.5, True, False) for d in FLOATS] + [(_flat > 0, 0.0, 1.0, False, True)],
     "unpack_band": [(_mask, 120, d, 1.0, 0.0) for d in (*FLOATS, torch.bool)],
     "mask_values": [(_flat.to(d), _mask) for d in FLOATS],
+    "mask_values_": [(_flat.clone().to(d), _mask) for d in FLOATS],
     "pack_uints": [(_numbers, 0, b) for b in (2, 4, 8, 16, 32)] + [(_numbers.int()[:7], -1, 4)],
     "pack_taps": [(_positions, torch.arange(4) * 2, i, torch.tensor([0, 1, 5]), 9, 2) for i in (1, 5)],
     "unpack_taps": [

@@ -762,7 +762,11 @@ def test_norm_backward(geometry: tuple[int, int, int], how: str) -> None:
     for bits in (2, 3, 8):
         x = 3 * sample(math.prod(geometry), torch.float32, 3) + 1
         given = norm_arguments(x, geometry, how, 256, bits, dither=bits != 8, weighted=bits != 3)
-        assert_same(ops.norm_backward(*given), reference.norm_backward(*given), (bits, how))
+        truth = reference.norm_backward(*given)
+        assert_same(ops.norm_backward(*given), truth, (bits, how))
+        for operator in (ops.norm_backward_, reference.norm_backward_):
+            own = given[0].clone()
+            assert_same((own, *operator(own, *given[1:])), truth, (bits, how))
     assert kernels.status()["norm_backward"] == "numba"
 
 
@@ -868,6 +872,10 @@ def test_mask_values(dtype: torch.dtype) -> None:
         mask = reference.pack_band(chosen, 0.0, 1.0, False, False)
         assert_same(reference.mask_values(x, mask), truth, numel)
         assert_same(ops.mask_values(x, mask), truth, numel)
+        for operator in (ops.mask_values_, reference.mask_values_):
+            own = x.clone()
+            operator(own, mask)
+            assert_same(own, truth, numel)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
@@ -1069,10 +1077,11 @@ def test_every_operator_is_compiled() -> None:
         runs = ops.quantize_channels(x, (1, 2, 8), 8, 2, 0, False)
         ops.dequantize_affine(*runs, (1, 2, 8), 8, 2, None, None, x[:2], x[:2], None, None)
         ops.norm_backward(x, None, *runs, (1, 2, 8), (), 0, 0, 8, 2, None, x[:2], x[:2], None)
+        ops.norm_backward_(x.clone(), None, *runs, (1, 2, 8), (), 0, 0, 8, 2, None, x[:2], x[:2], None)
         ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)
         band = ops.pack_band(x, 0.0, 1.0, True, False)
         ops.unpack_band(band, 16, torch.float32, 1.0, 0.0)
-        ops.mask_values(x, band)
+        ops.mask_values_(ops.mask_values(x, band), band)
         ops.unpack_uints(ops.pack_uints(torch.arange(16), 0, 4), 16, 4, 0, torch.int64)
         packed, none = ops.pack_taps(torch.tensor([1, 3, 4, 6]), starts, 2, taps, 8, 2)
         ops.unpack_taps(packed, 4, starts, 2, taps, 2)

@@ -144,7 +144,13 @@ class BlockMean(Codec):
         return None if other else maps_of(meta)
 
     def norm_backward(
-        self, packed: Packed, grad: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+        self,
+        packed: Packed,
+        grad: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """See :meth:`GroupQuant.norm_backward`."""
         meta = packed.meta
@@ -152,11 +158,11 @@ class BlockMean(Codec):
         if geometry is None or not is_plain(grad):
             return None
         _, frame, row = _block_frame(meta.shape, meta.stride, self.dims)
-        flat, *of_parameters = ops.norm_backward(
+        *flat, for_weight, for_bias = (ops.norm_backward_ if in_place else ops.norm_backward)(
             grad.view(-1), *packed.buffers, geometry, frame, self.block, row, self.group, self.bits,
             packed.key if self.dither else None, mean, invstd, weight,
         )  # fmt: skip
-        return flat.view(meta.shape), of_parameters[0], of_parameters[1]
+        return grad if in_place else flat[0].view(meta.shape), for_weight, for_bias
 
     def small(self, packed: Packed) -> Tensor | None:
         """The means as a smaller map, without a copy; None unless they are all there is and every block is whole."""

@@ -159,19 +159,28 @@ class GroupQuant(Codec):
         return None if self.levels is not None else maps_of(meta)
 
     def norm_backward(
-        self, packed: Packed, grad: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+        self,
+        packed: Packed,
+        grad: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The gradients of a batch norm whose input is packed, without the input; None if it cannot be done so."""
+        """The gradients of a batch norm whose input is packed, without the input; None if it cannot be done so.
+
+        With ``in_place`` that of the input takes the place of ``grad``.
+        """
         meta, (codes, side) = packed.meta, packed.buffers
         geometry = self.maps(meta)
         if geometry is None or not is_plain(grad):
             return None
         row = 0 if self.layout == "channel" else row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
         key = packed.key if self.dither else None
-        flat, *of_parameters = ops.norm_backward(
-            grad.view(-1), None, codes, side, geometry, (), 0, row, self.group, self.bits, key, mean, invstd, weight
-        )
-        return flat.view(meta.shape), of_parameters[0], of_parameters[1]
+        *flat, for_weight, for_bias = (ops.norm_backward_ if in_place else ops.norm_backward)(
+            grad.view(-1), None, codes, side, geometry, (), 0, row, self.group, self.bits, key, mean, invstd, weight,
+        )  # fmt: skip
+        return grad if in_place else flat[0].view(meta.shape), for_weight, for_bias
 
     def energy(self, tensor: Tensor, positive: bool) -> Tensor:
         """The sum over all groups of the square of the range, for each value that is counted; one number in float64.

@@ -517,6 +517,17 @@ def is_ordinary_call() -> bool:
     )
 
 
+def owners(tensor: Tensor) -> tuple[int, int, int] | None:
+    """How many references there are to a tensor in Python, to the tensor in torch, and to its storage.
+
+    The first depends on who asks, so it tells something beside :func:`sole_gradient` or :func:`sole_operand` alone.
+    """
+    count = getattr(tensor, "_use_count", None)
+    if type(tensor) is not Tensor or count is None or storage_of(tensor) is None:
+        return None
+    return sys.getrefcount(tensor), count(), use_count(storage_id(tensor.untyped_storage()))
+
+
 def has_no_modes() -> bool:
     """Does nobody see the operators of this thread?"""
     return torch._C._len_torch_dispatch_stack() == 0
@@ -537,6 +548,106 @@ class Shell(Tensor):
 
     def __init__(self, *_form: object) -> None:
         super().__init__()
+
+
+Owners = tuple[int, int, int]
+_UNKNOWN = (0, 0, 0)
+"""What no tensor has."""
+
+
+def sole_gradient() -> Owners:
+    """What :func:`owners` says in the backward of an ``autograd.Function`` of a gradient that nobody else holds.
+
+    Such a gradient is gone when the function returns, so it may be changed. It is tried out once for each backward,
+    because whoever watches operators may hold more.
+    """
+    return _sole(_LookFromFunction.applied, torch._C._current_graph_task_id())
+
+
+def sole_operand() -> Owners:
+    """What :func:`owners` says in ``__torch_dispatch__`` of the first operand of a node of torch; see above."""
+    return _sole(_LookFromOperator.applied, torch._C._current_graph_task_id())
+
+
+class _LookFromFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[Owners | None]) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.append(owners(grad))
+        return grad * 2.0, None
+
+    @classmethod
+    def applied(cls, x: Tensor, seen: list[Owners | None]) -> Tensor:
+        found: Tensor = cls.apply(x, seen)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _LookFromOperator(Shell):
+    seen: list[Owners | None]
+
+    @classmethod
+    def of(cls, seen: list[Owners | None]) -> _LookFromOperator:
+        made = cls((2, 2, 1), (2, 1, 1), torch.float32, torch.device("cpu"))
+        made.seen = seen
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls.of(args[0].seen)
+        args[1].seen.append(owners(args[0]))
+        return tuple(torch.zeros_like(args[0]) if wanted else None for wanted in args[-1])
+
+    @classmethod
+    def applied(cls, x: Tensor, seen: list[Owners | None]) -> Tensor:
+        y: Tensor = torch.nn.functional.batch_norm(x, None, None, training=True)
+        node: Any = y.grad_fn
+        node._raw_saved_input.register_hooks(lambda _: None, lambda _: cls.of(seen))
+        return y
+
+
+_Applied = Callable[[Tensor, "list[Owners | None]"], Tensor]
+
+
+@lru_cache(maxsize=4)
+def _sole(applied: _Applied, task: int) -> Owners:
+    """What is seen in this backward of a gradient that nobody else holds."""
+    found = _looked(applied, (None,)) if _others_show(applied) else []
+    return _UNKNOWN if not found or found[0] is None else found[0]
+
+
+@lru_cache(maxsize=4)
+def _others_show(applied: _Applied) -> bool:
+    """Is anybody else seen who holds the gradient, or a view of it?"""
+    held: list[Any] = []
+    found = _looked(applied, (None, held.append, lambda grad: held.append(grad.view(-1)), None))
+    return len(found) == 4 and None not in found and found[0] == found[3] and found[0] not in found[1:3]
+
+
+def _looked(applied: _Applied, watching: Iterable[Callable[[Tensor], Any] | None]) -> list[Owners | None]:
+    """What is seen while something watches the gradient, in a thread that has no modes and hooks of others."""
+    seen: list[Owners | None] = []
+
+    def run() -> None:
+        if sys.gettrace() is not None or sys.getprofile() is not None:
+            return  # a debugger of new threads may hold what it sees
+        for watch in watching:
+            x = torch.ones(2, 2, 1, dtype=torch.float32, device="cpu", requires_grad=True)
+            y = applied(x * 1.0, seen)
+            if watch is not None:
+                y.register_hook(watch)  # type: ignore[no-untyped-call]
+            (y * 2.0).sum().backward()  # type: ignore[no-untyped-call]
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return seen
 
 
 def replaced(kind: type[Tensor], function: Callable[[Any], Tensor], nested: Any) -> Any:

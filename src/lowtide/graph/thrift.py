@@ -201,7 +201,12 @@ class Rectified(torch.autograd.Function):
         shape, stride = ctx.form
         numel = grad.numel()
         if grad.stride() == stride and not torch.is_grad_enabled():
-            return ops.mask_values(grad.as_strided((numel,), (1,)), kept.detach()).as_strided(shape, stride), None
+            alone = grad.dtype == torch.float32 and capture.owners(grad) == capture.sole_gradient()
+            flat, mask = grad.as_strided((numel,), (1,)), kept.detach()
+            if alone:
+                ops.mask_values_(flat, mask)
+                return grad, None
+            return ops.mask_values(flat, mask).as_strided(shape, stride), None
         passed = ops.unpack_band(kept.detach(), numel, torch.bool, 1.0, 0.0).as_strided(shape, stride)
         return torch.where(passed, grad, 0.0), None
 

@@ -2071,6 +2071,17 @@ def _keep_bits(mask: int, x: Any, out: Any, first: int, n: int, every: Any, none
             out[e] &= x[e]
 
 
+@_inline
+def _keep_in_place(mask: int, x: int, out: int, n: int) -> None:
+    # In vectors by hand: a compiler would not write where it may still have to read.
+    m = _pointer(mask, types.uint16)
+    for j in range(n >> 4):
+        _keep_lanes(m[j], x + 64 * j, out + 64 * j)
+    bits, source, target = _pointer(mask, types.uint8), _pointer(x, types.uint32), _pointer(out, types.uint32)
+    for e in range(n & ~15, n):
+        target[e] = source[e] & U32(-((bits[e >> 3] >> (e & 7)) & 1))
+
+
 @_kernel
 def _kernel_mask_values(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _read(parameters, layout.MaskValues)
@@ -2078,7 +2089,9 @@ def _kernel_mask_values(parameters: int, scratch: int, first: int, last: int) ->
     start = first * TILE
     n = min(last * TILE, p.numel) - start
     mask = p.mask + (start >> 3)
-    if p.item == 2:
+    if p.out == p.x:
+        _keep_in_place(mask, x + 4 * start, out + 4 * start, n)
+    elif p.item == 2:
         _keep_bits(mask, _pointer(x, types.uint16), _pointer(out, types.uint16), start, n, U16(0xFFFF), U16(0))
     else:
         _keep_bits(mask, _pointer(x, types.uint32), _pointer(out, types.uint32), start, n, U32(0xFFFFFFFF), U32(0))
@@ -2291,6 +2304,25 @@ def _norm_sums(typing: Any, x: Any, grad: Any, rows: Any, rest: Any, more: Any, 
     return types.UniTuple(types.float32, 2)(*[types.int64] * 5, types.float32), generate
 
 
+@_intrinsic
+def _norm_rows(
+    typing: Any, x: Any, grad: Any, out: Any, rows: Any, mean: Any, shared: Any, slope: Any, factor: Any
+) -> Any:
+    """``((grad - shared) - (x - mean) * slope) * factor`` for rows of sixteen; ``out`` may be ``grad``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, grad, out, rows, *numbers = arguments
+        mean, shared, slope, factor = (_same(builder, number) for number in numbers)
+        with cgutils.for_range(builder, rows) as row:
+            at = _times(builder, row.index, 4 * _SIXTEEN)
+            away = builder.fmul(builder.fsub(_load(builder, _FLOATS, x, at), mean), slope)
+            value = builder.fsub(builder.fsub(_load(builder, _FLOATS, grad, at), shared), away)
+            _store(builder, builder.fmul(value, factor), out, at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, *[types.float32] * 4), generate
+
+
 @_plain
 def _decode_channels(p: Any, first: int, last: int, record: int, values: int, length: int, spare: int) -> None:
     """These channels of every sample, one sample ``length`` values after the other."""
@@ -2349,10 +2381,11 @@ def _kernel_norm_backward(parameters: int, scratch: int, first: int, last: int) 
             factor = invstd * weights[c] if p.weight else invstd
             for_weight[c], for_bias[c] = F32(dot * wide), F32(total)
             for n in range(p.samples):
-                v = _pointer(values + 4 * (n * room.length + (c - begin) * inner), types.float32)
-                g = _pointer(p.grad + 4 * (n * p.channels + c) * inner, types.float32)
-                o = _pointer(p.out + 4 * (n * p.channels + c) * inner, types.float32)
-                for k in range(inner):
+                x, at = values + 4 * (n * room.length + (c - begin) * inner), 4 * (n * p.channels + c) * inner
+                _norm_rows(x, p.grad + at, p.out + at, rows, mean, shared, slope, factor)
+                v, g = _pointer(x, types.float32), _pointer(p.grad + at, types.float32)
+                o = _pointer(p.out + at, types.float32)
+                for k in range(_SIXTEEN * rows, inner):
                     o[k] = ((g[k] - shared) - (v[k] - mean) * slope) * factor
 
 

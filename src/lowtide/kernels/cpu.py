@@ -178,7 +178,7 @@ def compile(name: str) -> None:
     """Compiles one kernel, or loads it from the cache; raises if that is impossible."""
     if numba.config.DISABLE_JIT:
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
-    _compiled.kernel(name)
+    _compiled.kernel(name.removesuffix("_"))  # what works in place has the same kernel
     _compiled.team()
 
 
@@ -927,6 +927,34 @@ def norm_backward(
     weight: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the reference."""
+    given = (low, codes, side, geometry, frame, block, row, group, bits, key, mean, invstd, weight)
+    found = _norm_backward(grad, torch.empty_like(grad), *given)
+    return _fall_back(reference.norm_backward, grad)(grad, *given) if found is None else found
+
+
+def norm_backward_(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    found = _norm_backward(grad, grad, *given)
+    return _fall_back(reference.norm_backward_, grad)(grad, *given) if found is None else found[1:]
+
+
+def _norm_backward(
+    grad: Tensor,
+    out: Tensor,
+    low: Tensor | None,
+    codes: Tensor,
+    side: Tensor,
+    geometry: Sequence[int],
+    frame: Sequence[int],
+    block: int,
+    row: int,
+    group: int,
+    bits: int,
+    key: int | None,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor] | None:
     samples, channels, inner = geometry
     numel = math.prod(geometry)
     decoder = _decoder(low, codes, side, tuple(geometry), tuple(frame), block, row, group, bits, key)
@@ -936,13 +964,11 @@ def norm_backward(
         or not _is(grad, torch.float32, numel)
         or not all(_is(t, torch.float32, channels) for t in statistics)
     ):
-        return _fall_back(reference.norm_backward, grad)(
-            grad, low, codes, side, geometry, frame, block, row, group, bits, key, mean, invstd, weight
-        )
+        return None
     whole = TILE_CHANNELS if decoder.unit == TILES else 1  # channels that are decoded together
     fitting = min(_LEAST_NORM // inner, _MOST_NORM // (samples * inner), channels)
     step = max(1, fitting // whole) * whole
-    out, for_weight, for_bias = torch.empty_like(grad), torch.empty(channels), torch.empty(channels)
+    for_weight, for_bias = torch.empty(channels), torch.empty(channels)
     record = decoder.record
     if isinstance(record, layout.DequantizeChannels):  # it puts all samples at once, so it must know their distance
         record = record._replace(apart=layout.norm_scratch(samples, step * inner, decoder.group, 0).length)
@@ -1089,13 +1115,30 @@ def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, out
 
 def mask_values(x: Tensor, mask: Tensor) -> Tensor:
     """See the reference."""
-    numel, item = x.numel(), x.dtype.itemsize
-    if item not in (2, 4) or numel == 0 or not x.is_contiguous() or not _is(mask, torch.uint8, -(-numel // 8)):
+    if not _maskable(x, mask, (2, 4)):
         return _fall_back(reference.mask_values, x)(x, mask)
     out = torch.empty_like(x)
+    _mask(x, mask, out)
+    return out
+
+
+def mask_values_(x: Tensor, mask: Tensor) -> None:
+    """See the reference."""
+    if _maskable(x, mask, (4,)):
+        _mask(x, mask, x)
+    else:
+        _fall_back(reference.mask_values_, x)(x, mask)
+
+
+def _maskable(x: Tensor, mask: Tensor, items: tuple[int, ...]) -> bool:
+    fits = x.dtype.itemsize in items and x.numel() > 0 and x.is_contiguous()
+    return fits and _is(mask, torch.uint8, -(-x.numel() // 8))
+
+
+def _mask(x: Tensor, mask: Tensor, out: Tensor) -> None:
+    item, numel = x.dtype.itemsize, x.numel()
     record = layout.MaskValues(x=x.data_ptr(), mask=mask.data_ptr(), out=out.data_ptr(), item=item, numel=numel)
     _run("mask_values", -(-numel // TILE), numel, 0, record)
-    return out
 
 
 @lru_cache(256)

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from . import programs, reference
 from .backends import note_fallback
-from .reference import channel_sizes, channel_step, group_bytes, groups_in_row, low_shape, norm_gradients, row_bytes
+from .reference import (
+    channel_sizes,
+    channel_step,
+    group_bytes,
+    groups_in_row,
+    low_shape,
+    norm_gradients,
+    row_bytes,
+)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 1 << 14  # values of a group: more do not fit the registers of one program
@@ -649,6 +657,13 @@ def norm_backward(
     return norm_gradients(grad, x, geometry, mean, invstd, weight)
 
 
+def norm_backward_(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """See the reference."""
+    found, for_weight, for_bias = norm_backward(grad, *given)
+    grad.copy_(found)
+    return for_weight, for_bias
+
+
 def _samples_fit(numel: int, bits: Tensor, group: int) -> bool:
     if bits.dtype != torch.uint8 or bits.dim() != 1 or not bits.numel() or numel % bits.numel() or not numel:
         return False
@@ -895,20 +910,31 @@ def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, out
 
 def mask_values(x: Tensor, mask: Tensor) -> Tensor:
     """See the reference."""
-    numel = x.numel()
-    if (
-        x.dtype.itemsize not in (2, 4)
-        or not numel
-        or not x.is_contiguous()
-        or not _is(mask, torch.uint8, -(-numel // 8))
-    ):
+    if not _maskable(x, mask):
         found: Tensor = _refer("mask_values", x, mask)
         return found
+    out = torch.empty_like(x)
+    _mask(x, mask, out)
+    return out
+
+
+def mask_values_(x: Tensor, mask: Tensor) -> None:
+    """See the reference."""
+    if _maskable(x, mask):
+        _mask(x, mask, x)
+    else:
+        _refer("mask_values_", x, mask)
+
+
+def _maskable(x: Tensor, mask: Tensor) -> bool:
+    fits = x.dtype.itemsize in (2, 4) and x.numel() > 0 and x.is_contiguous()
+    return fits and _is(mask, torch.uint8, -(-x.numel() // 8))
+
+
+def _mask(x: Tensor, mask: Tensor, out: Tensor) -> None:
     with _guard(x):
-        out = torch.empty_like(x)
         source, target = (t.view(_INTS[x.dtype.itemsize]) for t in (x, out))
-        programs.mask_values[(-(-numel // _SIZE),)](source, mask, target, numel, SIZE=_SIZE, **_OPTIONS)
-        return out
+        programs.mask_values[(-(-x.numel() // _SIZE),)](source, mask, target, x.numel(), SIZE=_SIZE, **_OPTIONS)
 
 
 def _integers(dtype: torch.dtype) -> bool:

@@ -384,7 +384,7 @@ class PackBand(NamedTuple):
 
 
 class MaskValues(NamedTuple):
-    """An item is a tile."""
+    """An item is a tile. ``out`` may be ``x`` if values have four bytes."""
 
     x: int
     mask: int

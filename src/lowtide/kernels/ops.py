@@ -30,7 +30,9 @@ __all__ = [
     "groups_in_row",
     "low_shape",
     "mask_values",
+    "mask_values_",
     "norm_backward",
+    "norm_backward_",
     "pack_band",
     "pack_taps",
     "pack_uints",
@@ -77,9 +79,13 @@ SCHEMAS = {
     " Tensor? support) -> ()",
     "norm_backward": "(Tensor grad, Tensor? low, Tensor codes, Tensor side, int[] geometry, int[] frame, int block,"
     " int row, int group, int bits, int? key, Tensor mean, Tensor invstd, Tensor? weight) -> (Tensor, Tensor, Tensor)",
+    "norm_backward_": "(Tensor(a!) grad, Tensor? low, Tensor codes, Tensor side, int[] geometry, int[] frame,"
+    " int block, int row, int group, int bits, int? key, Tensor mean, Tensor invstd, Tensor? weight)"
+    " -> (Tensor, Tensor)",
     "pack_band": "(Tensor x, float low, float high, bool closed, bool nan) -> Tensor",
     "unpack_band": "(Tensor mask, int numel, ScalarType dtype, float inside, float outside) -> Tensor",
     "mask_values": "(Tensor x, Tensor mask) -> Tensor",
+    "mask_values_": "(Tensor(a!) x, Tensor mask) -> ()",
     "pack_uints": "(Tensor x, int offset, int bits) -> Tensor",
     "unpack_uints": "(Tensor packed, int numel, int bits, int offset, ScalarType dtype) -> Tensor",
     "pack_taps": "(Tensor x, Tensor starts, int inner, Tensor taps, int size, int bits) -> (Tensor, Tensor)",
@@ -303,6 +309,16 @@ def _fake_norm_backward(
 
 
 @_fake
+def _fake_norm_backward_(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    mean = given[_MEAN]
+    return torch.empty_like(mean), torch.empty_like(mean)
+
+
+_MEAN = 10
+"""The place of the means behind the gradient."""
+
+
+@_fake
 def _fake_pack_band(x: Tensor, low: float, high: float, closed: bool, nan: bool) -> Tensor:
     return x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
 
@@ -315,6 +331,11 @@ def _fake_unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: floa
 @_fake
 def _fake_mask_values(x: Tensor, mask: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+@_fake
+def _fake_mask_values_(x: Tensor, mask: Tensor) -> None:
+    return None
 
 
 @_fake
@@ -354,9 +375,11 @@ spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _na
 rebuild_affine: Callable[..., None] = _namespace.rebuild_affine.default
 dequantize_affine: Callable[..., Tensor] = _namespace.dequantize_affine.default
 norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.norm_backward.default
+norm_backward_: Callable[..., tuple[Tensor, Tensor]] = _namespace.norm_backward_.default
 pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default
 unpack_band: Callable[[Tensor, int, torch.dtype, float, float], Tensor] = _namespace.unpack_band.default
 mask_values: Callable[[Tensor, Tensor], Tensor] = _namespace.mask_values.default
+mask_values_: Callable[[Tensor, Tensor], None] = _namespace.mask_values_.default
 pack_uints: Callable[[Tensor, int, int], Tensor] = _namespace.pack_uints.default
 unpack_uints: Callable[[Tensor, int, int, int, torch.dtype], Tensor] = _namespace.unpack_uints.default
 pack_taps: Callable[..., tuple[Tensor, Tensor]] = _namespace.pack_taps.default

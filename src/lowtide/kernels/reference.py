@@ -48,6 +48,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -823,6 +824,13 @@ def norm_backward(
     return norm_gradients(grad, x, geometry, mean, invstd, weight)
 
 
+def norm_backward_(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """:func:`norm_backward`, with the gradient of the input in the place of ``grad``."""
+    found, for_weight, for_bias = norm_backward(grad, *given)
+    grad.copy_(found)
+    return for_weight, for_bias
+
+
 _NORM_LANES = 16
 
 
@@ -911,11 +919,16 @@ def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, out
 
 def mask_values(x: Tensor, mask: Tensor) -> Tensor:
     """Flat values where the bit is set, with all their bits, and zero elsewhere, where NaN is zero too."""
-    out = torch.zeros_like(x)
+    found = torch.zeros_like(x)
     for i in range(0, x.numel(), _CHUNK):
         piece = x[i : i + _CHUNK]
-        torch.where(_mask_bits(mask, i, piece.numel()), piece, out[i : i + _CHUNK], out=out[i : i + _CHUNK])
-    return out
+        torch.where(_mask_bits(mask, i, piece.numel()), piece, found[i : i + _CHUNK], out=found[i : i + _CHUNK])
+    return found
+
+
+def mask_values_(x: Tensor, mask: Tensor) -> None:
+    """:func:`mask_values` in the place of ``x``."""
+    x.copy_(mask_values(x, mask))
 
 
 _WIDE = {16: torch.int16, 32: torch.int32}

@@ -40,8 +40,10 @@ class StillPacked(capture.Shell):
         """Batch norm's gradients from the codes; for any other op the values."""
         if func is _DETACH:  # autograd does so when it takes what a hook returns
             return cls.of(args[0].packed)
-        if func is _BACKWARD and (found := _gradients(*args)) is not None:
-            return found
+        if func is _BACKWARD:
+            alone = capture.owners(args[0]) == capture.sole_operand()
+            if (found := _gradients(alone, *args)) is not None:
+                return found
         args, kwargs = capture.replaced(cls, lambda still: still.packed.decode(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -54,6 +56,7 @@ def can_read(codec: Codec, meta: TensorMeta, device: str) -> bool:
 
 
 def _gradients(
+    in_place: bool,
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -69,5 +72,5 @@ def _gradients(
         return None
     codec = x.packed.codec
     assert isinstance(codec, (GroupQuant, BlockMean))
-    found = codec.norm_backward(x.packed, grad, mean, invstd, weight)
+    found = codec.norm_backward(x.packed, grad, mean, invstd, weight, in_place)
     return None if found is None else tuple(g if w else None for g, w in zip(found, wanted, strict=True))

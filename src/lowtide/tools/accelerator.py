@@ -114,7 +114,7 @@ def differences(device: torch.device) -> Iterator[str]:
     def run(operator: Callable[..., Any], given: tuple[Any, ...], place: torch.device) -> Any:
         own = [one.to(place, copy=True) if isinstance(one, Tensor) else one for one in given]
         result = operator(*own)
-        return own[0] if result is None else result  # it works in place
+        return own[0] if result is None else (own[0], result)  # some work in place
 
     for operator, label, given in _calls():
         truth = run(getattr(reference, operator), given, torch.device("cpu"))
@@ -130,6 +130,7 @@ def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         yield "pack_band", label, (x, 0.0, math.inf, False, True)
         yield "unpack_band", label, (mask, numel, dtype, 1.0, 0.0)
         yield "mask_values", label, (x, mask)
+        yield "mask_values_", label, (x, mask)
         yield "range_energy", label, (x, 784, 256, True)
         yield "block_means", label, (x, geometry, 8, dtype)
         for bits in range(1, 9):
@@ -159,7 +160,8 @@ def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     scale, other = torch.randn(16), torch.randn(numel)
     yield "dequantize_affine", "3 bits", (*tiles, (64, 16, 49), 256, 3, None, 5, scale, scale.flip(0), other, mask)
     norm = (scale, scale.abs() + 0.1, scale.flip(0))
-    yield "norm_backward", "3 bits", (other, None, *tiles, (64, 16, 49), (), 0, 0, 256, 3, 5, *norm)
+    for name in ("norm_backward", "norm_backward_"):
+        yield name, "3 bits", (other, None, *tiles, (64, 16, 49), (), 0, 0, 256, 3, 5, *norm)
     for width, kind in ((1, torch.uint8), (4, torch.int64), (16, torch.int32)):
         whole = (torch.arange(1003) * 7 % 2**width).to(kind)
         yield "pack_uints", f"{width} bits", (whole, 0, width)

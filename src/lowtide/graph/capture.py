@@ -32,6 +32,7 @@ How checkpoints are seen
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
 import functools
@@ -631,22 +632,30 @@ def _others_show(applied: _Applied) -> bool:
 
 
 def _looked(applied: _Applied, watching: Iterable[Callable[[Tensor], Any] | None]) -> list[Owners | None]:
-    """What is seen while something watches the gradient, in a thread that has no modes and hooks of others."""
+    """What is seen while something watches the gradient, in a thread that has no modes and hooks of others.
+
+    It is none of ``threading``'s, which would note for ever that autograd's own threads had asked for it, and whose
+    threads a debugger follows, which may hold what it sees.
+    """
     seen: list[Owners | None] = []
+    ended = _thread.allocate_lock()
 
     def run() -> None:
-        if sys.gettrace() is not None or sys.getprofile() is not None:
-            return  # a debugger of new threads may hold what it sees
-        for watch in watching:
-            x = torch.ones(2, 2, 1, dtype=torch.float32, device="cpu", requires_grad=True)
-            y = applied(x * 1.0, seen)
-            if watch is not None:
-                y.register_hook(watch)  # type: ignore[no-untyped-call]
-            (y * 2.0).sum().backward()  # type: ignore[no-untyped-call]
+        try:
+            for watch in watching:
+                x = torch.ones(2, 2, 1, dtype=torch.float32, device="cpu", requires_grad=True)
+                y = applied(x * 1.0, seen)
+                if watch is not None:
+                    y.register_hook(watch)  # type: ignore[no-untyped-call]
+                (y * 2.0).sum().backward()  # type: ignore[no-untyped-call]
+        except Exception:  # then nothing is known
+            seen.clear()
+        finally:
+            ended.release()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    ended.acquire()
+    _thread.start_new_thread(run, ())
+    ended.acquire()
     return seen
 
 

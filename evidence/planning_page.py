@@ -8,7 +8,7 @@ from benchmarks.chart import COLORS, DOCS, new_figure, save
 from evidence.planning import BLOCKS, FITS, MODES, PLANS, SIZES, STEPS, read
 
 Row = dict[str, str]
-_LINES = dict(zip(PLANS, ("#d1495b", "#00798c", "#8a5a44"), strict=True))
+_LINES = dict(zip(PLANS, ("#d1495b", "#edae49", "#00798c", "#8a5a44"), strict=True))
 _OTHER = "#6c757d"
 _MIB = 2**20
 _GREEDY = ("10a923f", "b83fb6e")

@@ -213,6 +213,14 @@ def limits(results: Path) -> str:
         for way in ("encode", "decode"):
             cells = [f"{time(f'{codec} {way} {s} near')} / {time(f'{codec} {way} {s} far')}" for s in (56, 28, 14, 7)]
             lines.append(f"| {codec}, {way}, near / far | " + " | ".join(cells) + " |")
+    lines += ["", "| one operator, far | before | now |", "|---|---|---|"]
+    for operator, (before, now) in {
+        "batch norm in training": ("batch norm, torch's", "batch norm, same bits"),
+        "max pooling by 3 with a stride of 2": ("max pooling, torch's", "max pooling, same bits"),
+        "backward of a ReLU from bits": ("relu backward, fresh", "relu backward, in place"),
+        "backward of a batch norm from 3-bit codes": ("batch norm backward, fresh", "batch norm backward, in place"),
+    }.items():
+        lines.append(f"| {operator} | {time(before)} | {time(now)} |")
     lines.append(f"\nReading alone takes {time('read')}, writing {time('write')}, `copy_` {time('copy')}.")
     return "\n".join(lines)
 

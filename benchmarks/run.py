@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import lowtide
 import steps
 from cases import BATCH, SUBJECTS, in_child, step, tune
 from lowtide import codecs
+from lowtide.kernels import backends, ops
 from rows import ORIGIN, RESULTS, append, origin
 
 FIELDS = [
@@ -153,7 +155,33 @@ def limits_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
                 packed = codec.encode(maps, key=1)
                 timed(f"{name} encode {side} {place}", maps.numel(), lambda c=codec, m=maps: c.encode(m, key=1))
                 timed(f"{name} decode {side} {place}", maps.numel(), lambda p=packed: p.decode())
+    for name, numel, run in like_torch_calls():
+        timed(name, numel, run)
     return {"nanoseconds": found}
+
+
+def like_torch_calls() -> Iterator[tuple[str, int, Any]]:
+    """Operators of torch beside kernels with the same bits, and gradients in fresh memory beside those in place."""
+    maps, wide = torch.randn(16, 256, 56, 56), torch.randn(16, 64, 112, 112)
+    ones, zeros = torch.ones(256), torch.zeros(256)
+    norm, pool = (backends.like_torch(name) for name in ("native_batch_norm", "max_pool2d_with_indices"))
+    if norm is None or pool is None:
+        raise RuntimeError("the kernels have other bits than torch's operators here")
+    of_norm = (maps, ones, zeros, zeros.clone(), ones.clone(), True, 0.1, 1e-5)
+    of_pool = (wide, [3, 3], [2, 2], [1, 1])
+    yield "batch norm, torch's", maps.numel(), lambda: torch.ops.aten.native_batch_norm(*of_norm)
+    yield "batch norm, same bits", maps.numel(), lambda: norm(*of_norm)
+    yield "max pooling, torch's", wide.numel(), lambda: torch.ops.aten.max_pool2d_with_indices(*of_pool)
+    yield "max pooling, same bits", wide.numel(), lambda: pool(*of_pool)
+    grads = itertools.cycle([torch.randn(maps.numel()) for _ in range(6)])  # more than the last cache holds
+    mask = ops.pack_band(maps.view(-1), 0.0, math.inf, False, True)
+    geometry = (16, 256, 56 * 56)
+    codes = ops.quantize_channels(maps.view(-1), geometry, 256, 3, 1, False)
+    rest = (None, *codes, geometry, (), 0, 0, 256, 3, 1, zeros, ones, ones)
+    yield "relu backward, fresh", maps.numel(), lambda: ops.mask_values(next(grads), mask)
+    yield "relu backward, in place", maps.numel(), lambda: ops.mask_values_(next(grads), mask)
+    yield "batch norm backward, fresh", maps.numel(), lambda: ops.norm_backward(next(grads), *rest)
+    yield "batch norm backward, in place", maps.numel(), lambda: ops.norm_backward_(next(grads), *rest)
 
 
 def kernels_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:

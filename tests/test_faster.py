@@ -79,6 +79,10 @@ def test_batch_norm_keeps_what_is_not_finite_in_its_channel(value: float) -> Non
     assert cpu.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0][:, 6:].isfinite().all()  # type: ignore[index]
 
 
+class Other(Tensor):
+    """A subclass, which may have its values elsewhere."""
+
+
 def test_batch_norm_is_not_for_everything() -> None:
     x = torch.randn(4, 16, 6, 6)
     usual: list[Any] = [x, None, None, None, None, True, 0.1, 1e-5]
@@ -88,7 +92,10 @@ def test_batch_norm_is_not_for_everything() -> None:
             *(x[:, :12].clone(), x.double(), x.bfloat16(), x.to(memory_format=torch.channels_last), x[:0]),
             *(x[:, :, :1, :1].clone(), torch.randn(16)),
         ),
-        1: (torch.ones(8), torch.ones(16, dtype=torch.float64), torch.ones(32)[::2]),
+        1: (
+            *(torch.ones(8), torch.ones(16, dtype=torch.float64), torch.ones(32)[::2]),
+            *(torch.ones(16, device="meta"), torch.ones(16).as_subclass(Other)),
+        ),
         5: (False,),
         7: (0.0,),
     }
@@ -132,6 +139,10 @@ def test_max_pool_is_not_for_everything() -> None:
     assert cpu.max_pool2d_with_indices(x, [3], [2], [0], [1], True) is None
     for other in (x[0], x.double(), x.to(memory_format=torch.channels_last), x[:0], x.bfloat16()):
         assert cpu.max_pool2d_with_indices(other, [2]) is None
+
+    for wrong in ([2, 3, 4], []):
+        assert cpu.max_pool2d_with_indices(x, wrong) is None
+    assert cpu.max_pool2d_with_indices(x, [2], [2], [1, 0, 1]) is None
 
 
 # ---------------------------------------------------------------- in sessions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,19 @@ def _keep_view(kept: list[Tensor], value: Tensor) -> None:
     value.register_hook(lambda grad: kept.extend([grad.view(-1), grad.flatten().clone()]))
 
 
+def _keep_memory(kept: list[Tensor], value: Tensor) -> None:
+    """Of which a tensor is made when all is over."""
+
+    def keep(grad: Tensor) -> None:
+        _KEPT.append(grad.untyped_storage())
+        kept.append(grad.flatten().clone())
+
+    value.register_hook(keep)
+
+
+_KEPT: list[Any] = []
+
+
 def _keep_before(kept: list[Tensor], value: Tensor) -> None:
     node: Any = value.grad_fn
     node.register_prehook(lambda grads: kept.extend([grads[0], grads[0].clone()]))
@@ -125,7 +139,7 @@ def _keep_after(kept: list[Tensor], value: Tensor) -> None:
     node.register_hook(lambda _, grads: kept.append(grads[0]))
 
 
-@pytest.mark.parametrize("keep", [_keep, _keep_view, _keep_before, _keep_after])
+@pytest.mark.parametrize("keep", [_keep, _keep_view, _keep_memory, _keep_before, _keep_after])
 @pytest.mark.parametrize("place", ["norm", "relu", "other"])
 def test_what_hooks_keep_stays(place: str, keep: Callable[[list[Tensor], Tensor], None], results: Results) -> None:
     kept: list[Tensor] = []
@@ -137,6 +151,8 @@ def test_what_hooks_keep_stays(place: str, keep: Callable[[list[Tensor], Tensor]
     exact, _ = gradients(Net(), False)
     own, _ = gradients(Net(watch=watch), True)
     assert_near(own, exact)
+    if _KEPT:
+        kept.append(torch.empty(0).set_(_KEPT.pop()))  # type: ignore[call-overload]
     assert len(kept) == 2
     assert torch.equal(*kept)
     assert ("mask_values" if place == "relu" else "norm_backward") in results.elsewhere
@@ -179,6 +195,44 @@ def test_the_gradient_of_the_caller_stays(results: Results) -> None:
     assert not results.in_place
 
 
+def test_memory_of_numpy_stays(results: Results) -> None:
+    """A function may return memory that is not torch's, which nobody but itself knows."""
+
+    class Buffered(torch.autograd.Function):
+        buffer = np.ones((4, 8, 6, 6), dtype=np.float32)
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return torch.from_numpy(Buffered.buffer)
+
+    for module in (nn.ReLU(), nn.BatchNorm2d(8)):
+        layer = nn.Sequential(nn.Conv2d(8, 8, 1), module)
+        with lowtide.compress(layer, GroupQuant(8, 64, "sample"), **METHOD):
+            y = Buffered.apply(layer(torch.randn(4, 8, 6, 6)))
+        y.sum().backward()
+        assert (Buffered.buffer == 1).all()
+    assert len(results.elsewhere) == 2
+    assert not results.in_place
+
+
+def test_a_node_that_is_called_by_hand_leaves_its_argument(results: Results) -> None:
+    layer = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU())
+    with lowtide.compress(layer, GroupQuant(8, 64, "sample"), **METHOD):
+        y = layer(torch.randn(4, 8, 6, 6))
+        node: Any = y.grad_fn
+        del y
+        torch.ones(1) * 1.0
+    own = torch.ones(4, 8, 6, 6)
+    with torch.no_grad():
+        node.apply(own)
+    assert (own == 1).all()
+    assert results.elsewhere == ["mask_values"]
+
+
 def test_backward_twice(results: Results) -> None:
     def twice(net: Net, result: Tensor) -> None:
         loss = result.square().sum()
@@ -192,14 +246,14 @@ def test_backward_twice(results: Results) -> None:
 
 def test_counts_of_owners_that_tell_nothing(monkeypatch: pytest.MonkeyPatch, results: Results) -> None:
     """Where somebody else does not show, or nothing is known, all gradients are made anew."""
-    monkeypatch.setattr(capture, "owners", lambda tensor: (1, 1, 1))
+    monkeypatch.setattr(capture, "owners", lambda tensor: (1, 1, 1, 1))
     capture._sole.cache_clear()
     capture._others_show.cache_clear()
-    assert capture.sole_gradient() == (0, 0, 0)
+    assert capture.sole_gradient() == (0, 0, 0, 0)
     monkeypatch.setattr(capture, "owners", lambda tensor: None)
     capture._sole.cache_clear()
     capture._others_show.cache_clear()
-    assert capture.sole_gradient() == (0, 0, 0)
+    assert capture.sole_gradient() == (0, 0, 0, 0)
     exact, own = (gradients(Net(), compressed)[0] for compressed in (False, True))
     assert_near(own, exact)
     assert not results.in_place

@@ -518,15 +518,20 @@ def is_ordinary_call() -> bool:
     )
 
 
-def owners(tensor: Tensor) -> tuple[int, int, int] | None:
-    """How many references there are to a tensor in Python, to the tensor in torch, and to its storage.
+def owners(tensor: Tensor) -> tuple[int, int, int, int] | None:
+    """How many references there are to a tensor in Python and in torch, and to its storage in Python and in torch.
 
     The first depends on who asks, so it tells something beside :func:`sole_gradient` or :func:`sole_operand` alone.
+    None where it would tell nothing: for memory that is not torch's, or not this process's alone, and for devices,
+    which may still read what nobody holds.
     """
     count = getattr(tensor, "_use_count", None)
-    if type(tensor) is not Tensor or count is None or storage_of(tensor) is None:
+    if type(tensor) is not Tensor or not tensor.is_cpu or count is None or storage_of(tensor) is None:
         return None
-    return sys.getrefcount(tensor), count(), use_count(storage_id(tensor.untyped_storage()))
+    storage = tensor.untyped_storage()
+    if not storage.resizable() or storage.is_shared():
+        return None
+    return sys.getrefcount(tensor), count(), sys.getrefcount(storage), use_count(storage_id(storage))
 
 
 def has_no_modes() -> bool:
@@ -551,8 +556,8 @@ class Shell(Tensor):
         super().__init__()
 
 
-Owners = tuple[int, int, int]
-_UNKNOWN = (0, 0, 0)
+Owners = tuple[int, int, int, int]
+_UNKNOWN = (0, 0, 0, 0)
 """What no tensor has."""
 
 
@@ -592,7 +597,7 @@ class _LookFromOperator(Shell):
 
     @classmethod
     def of(cls, seen: list[Owners | None]) -> _LookFromOperator:
-        made = cls((2, 2, 1), (2, 1, 1), torch.float32, torch.device("cpu"))
+        made = cls((2, 1, 2), (2, 2, 1), torch.float32, torch.device("cpu"))
         made.seen = seen
         return made
 
@@ -618,17 +623,23 @@ _Applied = Callable[[Tensor, "list[Owners | None]"], Tensor]
 
 @lru_cache(maxsize=4)
 def _sole(applied: _Applied, task: int) -> Owners:
-    """What is seen in this backward of a gradient that nobody else holds."""
-    found = _looked(applied, (None,)) if _others_show(applied) else []
+    """What is seen in this backward of a gradient that nobody else holds; nothing if it is no backward of torch's."""
+    found = _looked(applied, (None,)) if task != -1 and _others_show(applied) else []
     return _UNKNOWN if not found or found[0] is None else found[0]
 
 
 @lru_cache(maxsize=4)
 def _others_show(applied: _Applied) -> bool:
-    """Is anybody else seen who holds the gradient, or a view of it?"""
+    """Is anybody else seen who holds the gradient, a view of it, or its memory?"""
     held: list[Any] = []
-    found = _looked(applied, (None, held.append, lambda grad: held.append(grad.view(-1)), None))
-    return len(found) == 4 and None not in found and found[0] == found[3] and found[0] not in found[1:3]
+    forms: tuple[Callable[[Tensor], Any], ...] = (
+        *(lambda grad: grad, lambda grad: grad.view(-1)),
+        *(lambda grad: grad.untyped_storage(), lambda grad: grad.detach()),
+    )
+    watching = [lambda grad, form=form: held.append(form(grad)) for form in forms]
+    found = _looked(applied, (None, *watching, None))
+    first, *others, last = found if len(found) == len(forms) + 2 else (None, None)
+    return first is not None and first == last and first not in others
 
 
 def _looked(applied: _Applied, watching: Iterable[Callable[[Tensor], Any] | None]) -> list[Owners | None]:
@@ -643,7 +654,7 @@ def _looked(applied: _Applied, watching: Iterable[Callable[[Tensor], Any] | None
     def run() -> None:
         try:
             for watch in watching:
-                x = torch.ones(2, 2, 1, dtype=torch.float32, device="cpu", requires_grad=True)
+                x = torch.ones(2, 1, 2, dtype=torch.float32, device="cpu", requires_grad=True)
                 y = applied(x * 1.0, seen)
                 if watch is not None:
                     y.register_hook(watch)  # type: ignore[no-untyped-call]
@@ -654,7 +665,10 @@ def _looked(applied: _Applied, watching: Iterable[Callable[[Tensor], Any] | None
             ended.release()
 
     ended.acquire()
-    _thread.start_new_thread(run, ())
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # there can be no more threads
+        return seen
     ended.acquire()
     return seen
 

@@ -201,7 +201,9 @@ class Rectified(torch.autograd.Function):
         shape, stride = ctx.form
         numel = grad.numel()
         if grad.stride() == stride and not torch.is_grad_enabled():
-            alone = grad.dtype == torch.float32 and capture.owners(grad) == capture.sole_gradient()
+            # Compiled autograd traces this, and would ask the tensors of its tracing.
+            alone = grad.dtype == torch.float32 and not torch.compiler.is_compiling()
+            alone = alone and capture.owners(grad) == capture.sole_gradient()
             flat, mask = grad.as_strided((numel,), (1,)), kept.detach()
             if alone:
                 ops.mask_values_(flat, mask)

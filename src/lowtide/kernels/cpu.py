@@ -968,7 +968,7 @@ def _norm_backward(
     whole = TILE_CHANNELS if decoder.unit == TILES else 1  # channels that are decoded together
     fitting = min(_LEAST_NORM // inner, _MOST_NORM // (samples * inner), channels)
     step = max(1, fitting // whole) * whole
-    for_weight, for_bias = torch.empty(channels), torch.empty(channels)
+    for_weight, for_bias = grad.new_empty(channels), grad.new_empty(channels)
     record = decoder.record
     if isinstance(record, layout.DequantizeChannels):  # it puts all samples at once, so it must know their distance
         record = record._replace(apart=layout.norm_scratch(samples, step * inner, decoder.group, 0).length)
@@ -1262,7 +1262,7 @@ def native_batch_norm(
         or channels % layout.NORM_CHANNELS
         or eps <= 0
         or not _is(x, torch.float32, x.numel())
-        or not all(_is(t, torch.float32, channels) for t in given)
+        or not all(_is_ordinary(t) and _is(t, torch.float32, channels) for t in given)
     ):
         return None
     out, mean, invstd = (x.new_empty(shape) for shape in (x.shape, channels, channels))
@@ -1295,8 +1295,11 @@ def max_pool2d_with_indices(
     ceil_mode: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
     """The largest value of each window, and where in its map it stands."""
-    window = Window(*(_pair(sizes) for sizes in (kernel, stride or kernel, padding, dilation)))
-    if x.dim() != 4 or ceil_mode or not x.numel() or not _is(x, torch.float32, x.numel()) or not window.is_sound():
+    given = (kernel, stride or kernel, padding, dilation)
+    window = Window(*((sizes[0], sizes[-1]) for sizes in given)) if all(len(s) in (1, 2) for s in given) else None
+    if window is None or not window.is_sound() or ceil_mode:
+        return None
+    if x.dim() != 4 or not x.numel() or not _is(x, torch.float32, x.numel()):
         return None
     samples, channels, *sides = x.shape
     rows, columns = (window.results(side, d) for d, side in enumerate(sides))
@@ -1343,8 +1346,9 @@ class Window(NamedTuple):
         return (side + 2 * self.padding[d] - self.dilation[d] * (self.kernel[d] - 1) - 1) // self.stride[d] + 1
 
 
-def _pair(sizes: Sequence[int]) -> tuple[int, int]:
-    return sizes[0], sizes[-1]
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Has it memory of its own here? The operator may be called before a subclass of tensors has its say."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_cpu
 
 
 def has_torchs_bits(name: str) -> bool:

@@ -320,10 +320,10 @@ def page(rows: list[Row], noise: list[Row]) -> str:
         own = [row for row in rows if row["task"] == task]
         commits = ", ".join(dict.fromkeys(row["commit"] for row in own))
         dates = ", ".join(dict.fromkeys(row["date"] for row in own))
-        first = own[0]
+        machines, first = ", ".join(dict.fromkeys(row["machine"] for row in own)), own[0]
         lines += [f"## {TASKS[task].title}", ABOUT.get(task, ""), "", *lines_of(found), "", *reading(found), ""]
         lines.append(
-            f"Commit {commits}, {dates}, {first['machine']}, Python {first['python']}, torch {first['torch']}, Numba "
+            f"Commit {commits}, {dates}, {machines}, Python {first['python']}, torch {first['torch']}, Numba "
             f"{first['numba']}.\n"
         )
         measured = [row for row in noise if row["task"] == task]

@@ -190,8 +190,9 @@ def _steps(rows: list[Row]) -> str:
         "most beside the plain process of the same round (for plain, beside its fastest). Plans that may run blocks "
         "again are listed where they do; an exact plan does nothing else, and a plan by error alone has "
         "`time_weight=0`. A budget named after another way is what that way measured; for ResNet-50 it is larger by "
-        "1/127, so that the predicted peak may be that peak, because a plan leaves 1/128 of its budget in reserve. Where plans are "
-        "judged beside other ways, peaks within 1 % of each other count as equal; predictions are as exact as that.\n",
+        "1/127, so that the predicted peak may be that peak, because a plan leaves 1/128 of its budget in reserve. "
+        "Where plans are judged beside other ways, peaks within 1 % of each other count as equal; predictions are as "
+        "exact as that.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
     ]
     for name, own in _subjects(rows).items():

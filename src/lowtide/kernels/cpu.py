@@ -910,24 +910,8 @@ class _Decoder(NamedTuple):
     scratch: int
 
 
-def norm_backward(
-    grad: Tensor,
-    low: Tensor | None,
-    codes: Tensor,
-    side: Tensor,
-    geometry: Sequence[int],
-    frame: Sequence[int],
-    block: int,
-    row: int,
-    group: int,
-    bits: int,
-    key: int | None,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_backward(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See the reference."""
-    given = (low, codes, side, geometry, frame, block, row, group, bits, key, mean, invstd, weight)
     found = _norm_backward(grad, torch.empty_like(grad), *given)
     return _fall_back(reference.norm_backward, grad)(grad, *given) if found is None else found
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from benchmarks.chart import COLORS, DOCS, new_figure, save
 from evidence.planning import BLOCKS, FITS, MODES, PLANS, SIZES, STEPS, read
+from lowtide.planning.planner import budget_for
 
 Row = dict[str, str]
 _LINES = dict(zip(PLANS, ("#d1495b", "#edae49", "#00798c", "#8a5a44"), strict=True))
@@ -14,8 +15,6 @@ _MIB = 2**20
 _GREEDY = ("10a923f", "b83fb6e")
 """Commits whose plans were found greedily; rows of them are replaced once they are measured anew."""
 _TIMES = ("time", "time_least", "time_most")
-_ALIKE = 1.01
-"""Peaks that differ by less count as equal: a predicted peak is as exact as that."""
 
 _HEAD = """# Budget in, plan out
 
@@ -131,7 +130,11 @@ def _listed(names: list[str]) -> str:
 
 
 def verdict(own: list[Row]) -> str:
-    """Which other ways have no smaller peak and error than some plan, and how the times of such plans compare."""
+    """Which other ways have no smaller peak and error than some plan, and how the times of such plans compare.
+
+    A plan may measure as much as the budget for which another way's peak is the predicted one; what is more than that
+    peak is said.
+    """
     plain = next(row for row in own if row["mode"] == "plain")
     ratios = [float(plain[key]) for key in ("time_least", "time_most") if plain[key]]
     noise = max((max(ratio, 1 / ratio) - 1 for ratio in ratios), default=0.0)
@@ -139,11 +142,12 @@ def verdict(own: list[Row]) -> str:
     for other in own:
         if other["mode"] in PLANS or other is plain:
             continue
-        near = [row for row in own if row["mode"] in PLANS and int(row["peak"]) <= _ALIKE * int(other["peak"])]
+        near = [row for row in own if row["mode"] in PLANS and int(row["peak"]) <= budget_for(int(other["peak"]))]
         fitting = [row for row in near if float(row["error"]) <= float(other["error"])]
         timed = [float(row["time"]) / float(other["time"]) for row in fitting if row["time"] and other["time"]]
         if fitting:
-            below.append(other["mode"])
+            more = 100 * (min(int(row["peak"]) for row in fitting) / int(other["peak"]) - 1)
+            below.append(other["mode"] + (f" (with a peak {more:.1f} % above it)" if more > 0 else ""))
             if timed:
                 times[other["mode"]] = min(timed)
         else:
@@ -191,8 +195,8 @@ def _steps(rows: list[Row]) -> str:
         "again are listed where they do; an exact plan does nothing else, and a plan by error alone has "
         "`time_weight=0`. A budget named after another way is what that way measured; for ResNet-50 it is larger by "
         "1/127, so that the predicted peak may be that peak, because a plan leaves 1/128 of its budget in reserve. "
-        "Where plans are judged beside other ways, peaks within 1 % of each other count as equal; predictions are as "
-        "exact as that.\n",
+        "Beside another way a plan may measure as much as that reserve above its peak; where no plan has less, that is "
+        "said.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
     ]
     for name, own in _subjects(rows).items():

@@ -21,6 +21,8 @@ What the session relies on, tested by :func:`probe`
     is consulted while the node is new.
     ``torch._C._storage_Use_Count`` tells whether only the graph keeps a storage. Without it a tensor
     is encoded as soon as it is saved.
+    ``Tensor._use_count`` tells, beside that, whether a gradient is held by anybody else. It is not part of the probe:
+    without it, or where it tells nothing, gradients are never replaced in place.
     ``torch._subclasses.FakeTensor`` marks tensors without data, whose storages are as those of real ones. Without
     it they are listed and kept, like any subclass.
 
@@ -518,22 +520,6 @@ def is_ordinary_call() -> bool:
     )
 
 
-def owners(tensor: Tensor) -> tuple[int, int, int, int] | None:
-    """How many references there are to a tensor in Python and in torch, and to its storage in Python and in torch.
-
-    The first depends on who asks, so it tells something beside :func:`sole_gradient` or :func:`sole_operand` alone.
-    None where it would tell nothing: for memory that is not torch's, or not this process's alone, and for devices,
-    which may still read what nobody holds.
-    """
-    count = getattr(tensor, "_use_count", None)
-    if type(tensor) is not Tensor or not tensor.is_cpu or count is None or storage_of(tensor) is None:
-        return None
-    storage = tensor.untyped_storage()
-    if not storage.resizable() or storage.is_shared():
-        return None
-    return sys.getrefcount(tensor), count(), sys.getrefcount(storage), use_count(storage_id(storage))
-
-
 def has_no_modes() -> bool:
     """Does nobody see the operators of this thread?"""
     return torch._C._len_torch_dispatch_stack() == 0
@@ -559,6 +545,22 @@ class Shell(Tensor):
 Owners = tuple[int, int, int, int]
 _UNKNOWN = (0, 0, 0, 0)
 """What no tensor has."""
+
+
+def owners(tensor: Tensor) -> Owners | None:
+    """How many references there are to a tensor in Python and in torch, and to its storage in Python and in torch.
+
+    The first depends on who asks, so it tells something beside :func:`sole_gradient` or :func:`sole_operand` alone.
+    None where it would tell nothing: for memory that is not torch's, or not this process's alone, and for devices,
+    which may still read what nobody holds.
+    """
+    count = getattr(tensor, "_use_count", None)
+    if type(tensor) is not Tensor or not tensor.is_cpu or count is None or storage_of(tensor) is None:
+        return None
+    storage = tensor.untyped_storage()
+    if not storage.resizable() or storage.is_shared():
+        return None
+    return sys.getrefcount(tensor), count(), sys.getrefcount(storage), use_count(storage_id(storage))
 
 
 def sole_gradient() -> Owners:

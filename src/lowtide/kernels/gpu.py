@@ -21,15 +21,7 @@ from torch import Tensor
 
 from . import programs, reference
 from .backends import note_fallback
-from .reference import (
-    channel_sizes,
-    channel_step,
-    group_bytes,
-    groups_in_row,
-    low_shape,
-    norm_gradients,
-    row_bytes,
-)
+from .reference import channel_sizes, channel_step, group_bytes, groups_in_row, low_shape, norm_gradients, row_bytes
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 1 << 14  # values of a group: more do not fit the registers of one program

@@ -1,7 +1,7 @@
 """Plans under budgets, measured: peak, time and gradient error beside what was predicted, and beside other ways.
 
     python -m evidence.planning steps            peaks and errors of real steps, each mode in processes of its own
-    python -m evidence.planning times            times of these rows, in rounds beside plain steps; for a quiet machine
+    python -m evidence.planning times            times of these rows, by turns with plain steps; for a quiet machine
     python -m evidence.planning blocks           the smallest peaks with and without checkpoints, computed without data
     python -m evidence.planning fit              the largest batch for 2 GiB, each verified by a real step
     python -m evidence.planning products         what plans would gain by products made again, computed
@@ -33,8 +33,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from benchmarks.nets import Bottleneck, DoubleConv, UNet3d, resnet50
+from benchmarks.turns import take_turns
 from evidence.fidelity import RESULTS, environment
-from lowtide.machine.measure import run_child
+from lowtide.machine.measure import Child, Emit
 from lowtide.planning.checkpoints import candidates
 from lowtide.planning.checkpoints import checkpointed as with_checkpoints
 from lowtide.planning.planner import Problem, budget_for, nbytes_of
@@ -63,10 +64,10 @@ PARTS = {
 """Budgets as parts of the plain peak, or such that the predicted peak may be the measured one of another way; 0 stands
 for the smallest possible."""
 WAYS = ("plain", "checkpoint", "plan", "plan with checkpoints")
-_TIMES = ("seconds", "time", "time_least", "time_most")
-"""The fastest step, that beside the fastest plain one, and the least and the most of a round beside its plain one."""
-_TIMED = 4
-"""Steps of a process, of which the fastest counts."""
+_TIMES = {"seconds": "median_s", "time": "ratio", "time_least": "ratio_low", "time_most": "ratio_high"}
+"""The median step, that over plain's of the same turn, and the interval of that ratio, by their names in turns."""
+_TURNS = 9
+"""With so many the second smallest and the second largest ratio hold the median in 96 of 100 cases."""
 ERROR = 0.1
 """The error that a plan may have where the smallest peak is asked for."""
 
@@ -278,52 +279,45 @@ def _way(name: str, mode: str) -> tuple[nn.Module, Any, Callable[[nn.Module, Any
     return model, batch, loss, mode if mode in lowtide.methods() else None
 
 
-def times(names: list[str], chosen: list[str], run: Run, rounds: int) -> None:
-    """Times of rows: in each round every row has a process of its own, one after the other, and plain comes first.
-
-    A time is the fastest step of all rounds beside plain's fastest. The ratios of single rounds tell how much they
-    differ.
-    """
+def times(names: list[str], chosen: list[str], run: Run, turns: int) -> None:
+    """Times of rows: all have a process of their own at the same time, and step by turns, plain among them."""
     for name in names:
         rows = [row for row in read(STEPS) if row["subject"] == name and row["mode"] in chosen and not row["time"]]
         # A plan that was made elsewhere cannot be run here.
         rows = [row for row in rows if row["mode"] in MODES or run.file(name, row["mode"], row["part"]).exists()]
         if not rows:
             continue
-        ways = [{"mode": "plain", "part": ""}, *(row for row in rows if row["mode"] != "plain")]
-        taken = [[_seconds(name, way, run) for way in ways] for _ in range(rounds)]
+        ways = {"plain": {"mode": "plain", "part": ""}} | {f"{row['mode']} {row['part']}".strip(): row for row in rows}
+        processes = {way: _process(name, row, run, turns) for way, row in ways.items()}
+        found = take_turns(processes, turns, "plain")
         every = read(STEPS)
-        plain = min(seconds[0] for seconds in taken)
-        for row in rows:
-            number = 0 if row["mode"] == "plain" else ways.index(row)
-            own = [seconds[number] for seconds in taken]
-            # Plain beside plain of the same round is 1 by itself; its rounds are set beside its fastest.
-            ratios = [seconds[number] / (seconds[0] if number else plain) for seconds in taken]
-            found = (min(own), min(own) / plain, min(ratios), max(ratios))
-            every[every.index(row)].update(zip(_TIMES, (f"{value:.4f}" for value in found), strict=True))
-            print(name, row["mode"], row["part"], *(f"{value:.3f}" for value in found), flush=True)
+        for way, row in ways.items():
+            if row in every:
+                cells = {key: f"{found[way][metric]:.4f}" for key, metric in _TIMES.items()}
+                every[every.index(row)].update(cells)
+                print(name, way, *cells.values(), flush=True)
         write(STEPS, every)
 
 
-def _seconds(name: str, way: dict[str, str], run: Run) -> float:
-    """The fastest step of a new process."""
-    file = str(run.file(name, way["mode"], way["part"])) if way["mode"] in PLANS else None
-    found = run_child("evidence.planning:timed", {"subject": name, "mode": way["mode"], "plan": file}, exact_rss=False)
-    return float(found["seconds"])
+def _process(name: str, row: dict[str, str], run: Run, turns: int) -> Child:
+    """One that steps when told to."""
+    file = str(run.file(name, row["mode"], row["part"])) if row["mode"] in PLANS else None
+    argument = {"subject": name, "mode": row["mode"], "plan": file, "turns": turns}
+    return Child("evidence.planning:timed", argument, exact_rss=False)
 
 
-def timed(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
-    """In a child: seconds of the fastest of some steps, after those in which a method decides."""
+def timed(argument: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    """In a child: report the seconds of each turn, after the steps in which a method decides."""
     model, batch, loss, method = _way(argument["subject"], argument["mode"])
     plan = method if argument["plan"] is None else lowtide.BudgetPlan.load(argument["plan"])
     session = None if plan is None else new_session(model, plan, {})
     step = _stepper(model, lambda: loss(model, batch), session)
-    taken = []
-    for _ in range(_TIMED):
+    emit({})
+    for _ in range(argument["turns"]):
         began = time.perf_counter()
         step()
-        taken.append(time.perf_counter() - began)
-    return {"seconds": min(taken)}
+        emit({"seconds": time.perf_counter() - began})
+    return {}
 
 
 def _plans(name: str, wanted: list[tuple[str, str]], run: Run) -> None:
@@ -454,7 +448,7 @@ def main() -> None:
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     rows = [*MODES, *PLANS]
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, help="those of steps and fit")
-    parser.add_argument("--rounds", type=int, default=3, help="of times")
+    parser.add_argument("--turns", type=int, default=_TURNS, help="of times")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row of steps after so many")
     folder = Path(tempfile.gettempdir()) / "lowtide-planning"
     parser.add_argument("--profiles", type=Path, default=folder, help="a folder for profiles and plans")
@@ -467,7 +461,7 @@ def main() -> None:
     if arguments.what == "steps":
         steps(names, chosen, run)
     elif arguments.what == "times":
-        times(names, chosen, run, arguments.rounds)
+        times(names, chosen, run, arguments.turns)
     elif arguments.what == "blocks":
         blocks(names)
     elif arguments.what == "fit":

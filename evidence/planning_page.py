@@ -133,23 +133,20 @@ def verdict(own: list[Row]) -> str:
     """Which other ways have no smaller peak and error than some plan, and how the times of such plans compare.
 
     A plan may measure as much as the budget for which another way's peak is the predicted one; what is more than that
-    peak is said.
+    peak is said. Of two times one is less if all of its interval is.
     """
-    plain = next(row for row in own if row["mode"] == "plain")
-    ratios = [float(plain[key]) for key in ("time_least", "time_most") if plain[key]]
-    noise = max((max(ratio, 1 / ratio) - 1 for ratio in ratios), default=0.0)
-    below, times, above = [], {}, []
+    below, above, timed = [], [], {}
     for other in own:
-        if other["mode"] in PLANS or other is plain:
+        if other["mode"] in PLANS or other["mode"] == "plain":
             continue
         near = [row for row in own if row["mode"] in PLANS and int(row["peak"]) <= budget_for(int(other["peak"]))]
         fitting = [row for row in near if float(row["error"]) <= float(other["error"])]
-        timed = [float(row["time"]) / float(other["time"]) for row in fitting if row["time"] and other["time"]]
         if fitting:
             more = 100 * (min(int(row["peak"]) for row in fitting) / int(other["peak"]) - 1)
             below.append(other["mode"] + (f" (with a peak {more:.1f} % above it)" if more > 0 else ""))
-            if timed:
-                times[other["mode"]] = min(timed)
+            fastest = min((row for row in fitting if row["time"]), key=lambda row: float(row["time"]), default=None)
+            if fastest and other["time"]:
+                timed[other["mode"]] = (fastest, other)
         else:
             least = min((float(row["error"]) for row in near), default=None)
             if least is None:
@@ -164,18 +161,18 @@ def verdict(own: list[Row]) -> str:
         parts.append(
             f"They are not at or below {_listed(above)}." if below else "Plans are not at or below other ways."
         )
-    if times:
-        shown = _listed([f"{ratio:.2f}x of {mode}" for mode, ratio in times.items()])
-        parts.append(f"The fastest of these plans take {shown}.")
-        parts.append(f"Plain steps of different rounds differ by up to {100 * noise:.0f} %.")
-        slower = [mode for mode, ratio in times.items() if ratio > 1 + noise]
-        alike = [mode for mode, ratio in times.items() if 1 / (1 + noise) <= ratio <= 1 + noise]
-        if slower:
-            parts.append(f"Plans are slower than {_listed(slower)}.")
-        if alike:
-            parts.append(f"So in time plans are not told apart from {_listed(alike)}.")
-    else:
-        parts.append("These rows were not timed.")
+    if not timed:
+        return " ".join([*parts, "These rows were not timed."])
+    ratios = [f"{float(plan['time']) / float(other['time']):.2f}x of {mode}" for mode, (plan, other) in timed.items()]
+    parts.append(f"The fastest of these plans take {_listed(ratios)}.")
+    faster = [mode for mode, (plan, other) in timed.items() if float(plan["time_most"]) < float(other["time_least"])]
+    slower = [mode for mode, (plan, other) in timed.items() if float(plan["time_least"]) > float(other["time_most"])]
+    alike = [mode for mode in timed if mode not in (*faster, *slower)]
+    for said, modes in (("They are faster than", faster), ("They are slower than", slower)):
+        if modes:
+            parts.append(f"{said} {_listed(modes)}.")
+    if alike:
+        parts.append(f"In time they are not told apart from {_listed(alike)}.")
     return " ".join(parts)
 
 
@@ -189,9 +186,9 @@ def _steps(rows: list[Row]) -> str:
         "## Budgets kept\n",
         "Peaks are of the whole step, weights, gradients and batch included, each in its own process; the smallest "
         "budget is that of the plan with a predicted error of at most 0.1. The error is that of the whole gradient, "
-        "over two draws. Times were taken with glibc's default allocator, in rounds in which each line has a process "
-        "of its own: the fastest step of all rounds beside the fastest plain one, and in brackets the least and the "
-        "most beside the plain process of the same round (for plain, beside its fastest). Plans that may run blocks "
+        "over two draws. Times were taken with glibc's default allocator. Each line has a process of its own, all are "
+        "alive at the same time, and they step by turns; a time is the median over the turns of a step over plain's of "
+        "the same turn, with the 95 % interval of that median in brackets. Plans that may run blocks "
         "again are listed where they do; an exact plan does nothing else, and a plan by error alone has "
         "`time_weight=0`. A budget named after another way is what that way measured; for ResNet-50 it is larger by "
         "1/127, so that the predicted peak may be that peak, because a plan leaves 1/128 of its budget in reserve. "

@@ -248,7 +248,9 @@ def without(path: Path, is_old: Callable[[dict[str, str]], bool]) -> None:
     """Take rows out of a file, before they are measured anew."""
     rows = read(path)
     kept = [row for row in rows if not is_old(row)]
-    if len(kept) < len(rows):
+    if not kept:
+        path.unlink(missing_ok=True)
+    elif len(kept) < len(rows):
         write(path, kept)
 
 

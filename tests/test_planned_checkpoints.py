@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from evidence import planning
 from lowtide.page.document import document as page_document
+from lowtide.planning import solvers
 from lowtide.planning.checkpoints import candidates, checkpointed, selections, share_of
 from lowtide.planning.planner import Problem
 from test_planning import recorded_peak
@@ -193,6 +195,33 @@ def test_more_memory_never_costs_more():
     assert costs == sorted(costs)
     assert costs[0] == 0 < costs[-1]
     assert all(plan.predicted.peak <= part * profile.peak for plan, part in zip(plans, parts, strict=True))
+
+
+def test_the_slow_solver_takes_the_same_sets_for_every_budget(monkeypatch):
+    """One set is best at a small peak, and by the fast solver worst at a larger one; prices make it best at both."""
+
+    def states(*rows: tuple[int, float]) -> tuple[solvers.State, ...]:
+        return tuple(solvers.State(peak, 0, cost, cost, 0.0, cost, solvers._Log([]), 0) for peak, cost in rows)
+
+    fronts = [{"greedy": states((99, 0.5)), "lagrangian": states((99, 0.4))} for _ in range(4)]
+    fronts.append({"greedy": states((49, 1.0)), "lagrangian": states((49, 0.1))})
+    asked: list[tuple[int, str]] = []
+
+    def of(number: int) -> SimpleNamespace:
+        def under_peak(limit: int, solver: str) -> solvers.Solution:
+            asked.append((number, solver))
+            return solvers.cheapest(fronts[number][solver], limit)
+
+        return SimpleNamespace(
+            cost=0.0, states=fronts[number].__getitem__, under_peak=under_peak, plan=lambda picks, limit: number
+        )
+
+    monkeypatch.setattr(Problem, "all", lambda *args: [of(number) for number in range(5)])
+    profile = object.__new__(lowtide.Profile)
+    for budget in (50, 100):
+        assert lowtide.plan(profile, budget, allow=ALL) == 4
+        assert [number for number, solver in asked if solver == "lagrangian"] == [0, 4]
+        asked.clear()
 
 
 def test_checkpoints_reach_peaks_that_compression_alone_does_not():

@@ -26,7 +26,21 @@ from ..verify.check import LossFn
 from . import verifying
 from .checkpoints import candidates, checkpointed, selections, share_of
 from .profiling import Part, Profile, Saved, digest
-from .solvers import KEEP, MOST, REBUILD, InfeasibleError, Item, Solution, evaluate, front, level, path, solve
+from .solvers import (
+    KEEP,
+    MOST,
+    REBUILD,
+    InfeasibleError,
+    Item,
+    Solution,
+    State,
+    cheapest,
+    evaluate,
+    front,
+    level,
+    path,
+    solve,
+)
 
 ALLOWED = ("compress", "rebuild", "offload", "checkpoint")
 """What a plan may do with a tensor, besides keeping it; with "checkpoint" whole modules run again in backward."""
@@ -39,8 +53,8 @@ _TRADE = 0.2
 ``2 * 0.1**2``, because noise counts beside each gradient and beside the whole."""
 
 
-_REFINED = 3
-"""So many sets of checkpoints, the best by the fast solver, are solved by the slow one."""
+_LADDER = 8
+"""At so many limits the best set of checkpoints by the fast solver is looked for; these are solved by the slow one."""
 _DIVIDED = (2, 3, 4, 6)
 """Bits a value for which what ``auto`` would choose is known to every solver; 3 are its own."""
 _RESERVE = 128
@@ -264,21 +278,36 @@ def plan(
         found = problem.under_sum(ratio, bits, solver)
         return found.cost, problem, found
 
-    many = solver == "lagrangian" and len(problems) > _REFINED
+    # The slow solver takes the same sets of checkpoints whatever the limit, or a larger budget could cost more.
+    slow = _leading(problems) if solver == "lagrangian" else set(range(len(problems)))
     results = []
-    for problem in problems:
+    for number, problem in enumerate(problems):
         try:
-            results.append(solved(problem, "greedy" if many else solver))
+            results.append(solved(problem, solver if number in slow else "greedy"))
         except InfeasibleError as infeasible:
             refused.append((infeasible.least, problem, infeasible))
-    results.sort(key=lambda row: row[0])
-    if many:
-        results[:_REFINED] = [solved(problem, solver) for _, problem, _ in results[:_REFINED]]
     if not results:
         _, problem, reason = min(refused, key=lambda row: row[0])
         raise problem.refused(name, wanted, reason) from reason
     _, problem, found = min(results, key=lambda row: row[0])
     return problem.plan(found.picks, text[name])
+
+
+def _leading(problems: Sequence[Problem]) -> set[int]:
+    """The numbers of those that cost least by the fast solver at some of a few limits between all of their peaks."""
+    if len(problems) == 1:
+        return {0}
+    found = [problem.states("greedy") for problem in problems]
+    low, high = min(states[-1].peak for states in found), max(states[0].peak for states in found)
+    leading = set()
+    for rung in range(_LADDER):
+        limit = low + (high - low) * rung // (_LADDER - 1)
+        costs = [
+            next((state.score + problem.cost for state in states if state.peak <= limit), math.inf)
+            for problem, states in zip(problems, found, strict=True)
+        ]
+        leading.add(costs.index(min(costs)))
+    return leading
 
 
 def _allowed(allow: Iterable[str]) -> tuple[str, ...]:
@@ -415,8 +444,20 @@ class Problem:
                 picks[i] = ks[-2 if k is None else k]
         return picks
 
+    @functools.cached_property
+    def _fronts(self) -> dict[str, tuple[State, ...]]:
+        return {}
+
+    def states(self, solver: str) -> tuple[State, ...]:
+        """All that "greedy" or "lagrangian" takes from, whatever the limit: peaks fall and costs rise."""
+        if solver not in self._fronts:
+            self._fronts[solver] = front(self.base, self.items, solver=solver, price=self.price, known=self.known)
+        return self._fronts[solver]
+
     def under_peak(self, limit: int, solver: str) -> Solution:
         """The best for a limit on the peak."""
+        if solver in ("greedy", "lagrangian"):
+            return cheapest(self.states(solver), limit)
         return solve(self.base, self.items, limit, price=self.price, solver=solver, known=self.known)
 
     def least_peak(self, error: float, solver: str) -> Solution:
@@ -425,7 +466,7 @@ class Problem:
         best = states[0]  # it keeps all that it may
         fronts = [states[1:]]
         if solver == "lagrangian":
-            fronts.append(front(self.base, self.items, price=self.price, known=self.known))
+            fronts.append(self.states(solver))
         for found in fronts:
             rest = [state for state in found if state.peak < best.peak]
             low, high = -1, len(rest)

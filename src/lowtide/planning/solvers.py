@@ -223,8 +223,11 @@ def solve(
     if solver == "exact":
         _check_small(problem)
         return _exact(problem, limit)
-    states = _states(problem, solver, known)
-    # The peaks fall and their costs rise, so the first that meets the limit is the cheapest that does.
+    return cheapest(_states(problem, solver, known), limit)
+
+
+def cheapest(states: Sequence[State], limit: int | float) -> Solution:
+    """Of states whose peaks fall and whose costs rise the first that meets the limit; InfeasibleError if none does."""
     found = next((state for state in states if state.peak <= limit), None)
     if found is None:
         raise _infeasible(limit, states[-1].peak, states[-1].at)
@@ -257,17 +260,18 @@ def front(
     base: Sequence[int],
     items: Sequence[Item],
     *,
+    solver: str = "lagrangian",
     price: float = 0.0,
     most: int = MOST,
     known: Sequence[Sequence[int]] = (),
 ) -> tuple[State, ...]:
-    """All states that "lagrangian" takes from, whatever the limit: from state to state peaks fall and costs rise.
+    """All states that "greedy" or "lagrangian" takes from, whatever the limit: peaks fall and costs rise.
 
     >>> item = Item(100, 0, 1, 3, (), nbytes=(50, 25), error=(1.0, 4.0), seconds=(0.1, 0.1))
     >>> [(state.peak, state.cost) for state in front([0, 0, 90, 0], [item])]
     [(190, 0.0), (150, 1.0), (125, 4.0)]
     """
-    return _states(_Problem(base, items, price, most), "lagrangian", known)
+    return _states(_Problem(base, items, price, most), solver, known)
 
 
 def level(base: Sequence[int], items: Sequence[Item], picks: Sequence[int]) -> NDArray[np.int64]:

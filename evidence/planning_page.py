@@ -61,12 +61,12 @@ with `time_weight=0` the error alone counts.
 
 Three solvers take the same numbers. `"greedy"` walks from the plain step downwards: at the highest moment it takes the
 change that costs least for each byte, until the budget is met. `"lagrangian"`, which plans use unless told otherwise,
-begins with that, lets the bytes of each moment have a price, and looks at what is one change away from the best that
-it found. It never costs more than `"greedy"`, and near the smallest peak far less. Both look for plans without regard
-to the budget, and take the cheapest that fits, so a larger budget never costs more. `"exact"` is for a dozen tensors.
-All of them also know what `auto` would choose with 2, 3, 4 and 6 bits a value, judged by the same peak, time and error, so no plan costs
-more than those of these that fit the budget. What codes of log-probabilities add to the error is not measured, and
-counts as nothing.
+begins with that, lets the bytes of each moment have a price, and looks at what is one change away from the best that it
+found. It never costs more than `"greedy"`, and near the smallest peak far less. Both look for plans without regard to
+the budget, and take the cheapest that fits, so a larger budget never costs more. `"exact"` is for a dozen tensors. All
+of them also know what `auto` would choose with 2, 3, 4 and 6 bits a value, judged by the same peak, time and error, so
+no plan costs more than those of these that fit the budget. What codes of log-probabilities add to the error is not
+measured, and counts as nothing.
 
 A ReLU whose result is stored reads packed bits in backward, and takes no memory for a mask. A batch norm on the CPU
 reads the codes of its input, if they are those of groups or blocks, and takes no memory for the input. What is on its

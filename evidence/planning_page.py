@@ -12,8 +12,6 @@ Row = dict[str, str]
 _LINES = dict(zip(PLANS, ("#d1495b", "#edae49", "#00798c", "#8a5a44"), strict=True))
 _OTHER = "#6c757d"
 _MIB = 2**20
-_GREEDY = ("10a923f", "b83fb6e")
-"""Commits whose plans were found greedily; rows of them are replaced once they are measured anew."""
 _TIMES = ("time", "time_least", "time_most")
 
 _HEAD = """# Budget in, plan out
@@ -175,11 +173,6 @@ def verdict(own: list[Row]) -> str:
     return " ".join(parts)
 
 
-def _old(own: list[Row]) -> str:
-    is_old = any(row["mode"] in PLANS and row["commit"] in _GREEDY for row in own)
-    return " These plans were found greedily, as plans were before, and not measured anew." if is_old else ""
-
-
 def _steps(rows: list[Row]) -> str:
     parts = [
         "## Budgets kept\n",
@@ -189,8 +182,8 @@ def _steps(rows: list[Row]) -> str:
         "alive at the same time, and they step by turns; a time is the median over the turns of a step over plain's of "
         "the same turn, with the 95 % interval of that median in brackets. Plans that may run blocks "
         "again are listed where they do; an exact plan does nothing else, and a plan by error alone has "
-        "`time_weight=0`. A budget named after another way is what that way measured; for ResNet-50 it is larger by "
-        "1/127, so that the predicted peak may be that peak, because a plan leaves 1/128 of its budget in reserve. "
+        "`time_weight=0`. A budget named after another way is what that way measured and 1/127 more, so that the "
+        "predicted peak may be that peak, because a plan leaves 1/128 of its budget in reserve. "
         "Beside another way a plan may measure as much as that reserve above its peak; where no plan has less, that is "
         "said.\n",
         "![Peak, time and error of plans and of other ways](planning.svg)\n",
@@ -215,7 +208,7 @@ def _steps(rows: list[Row]) -> str:
                 ]
             )
         head = ("", "peak, MiB", "of plain", "predicted", "time", "predicted", "error", "predicted")
-        parts.append(f"### {name}\n\n{_table(head, lines)}\n\n{verdict(own)}{_old(own)} {_where(own)}\n")
+        parts.append(f"### {name}\n\n{_table(head, lines)}\n\n{verdict(own)} {_where(own)}\n")
     return "\n".join(parts)
 
 

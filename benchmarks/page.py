@@ -227,6 +227,7 @@ def limits(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "steps": steps,
+    "slower machine": lambda results: steps(results, "steps_amd.csv"),
     "earlier steps": lambda results: steps(results, "steps_earlier.csv"),
     "limits": limits,
     "codecs": codecs,

@@ -53,8 +53,9 @@ _TRADE = 0.2
 ``2 * 0.1**2``, because noise counts beside each gradient and beside the whole."""
 
 
-_LADDER = 8
-"""At so many limits the best set of checkpoints by the fast solver is looked for; these are solved by the slow one."""
+_FEW, _LADDER = 3, 8
+"""Of more than a few sets of checkpoints those are solved by the slow solver that are best by the fast one at one of
+so many limits."""
 _DIVIDED = (2, 3, 4, 6)
 """Bits a value for which what ``auto`` would choose is known to every solver; 3 are its own."""
 _RESERVE = 128
@@ -294,9 +295,9 @@ def plan(
 
 
 def _leading(problems: Sequence[Problem]) -> set[int]:
-    """The numbers of those that cost least by the fast solver at some of a few limits between all of their peaks."""
-    if len(problems) == 1:
-        return {0}
+    """The numbers of those that cost least by the fast solver at some of the limits; all of them if they are few."""
+    if len(problems) <= _FEW:
+        return set(range(len(problems)))
     found = [problem.states("greedy") for problem in problems]
     low, high = min(states[-1].peak for states in found), max(states[0].peak for states in found)
     leading = set()

@@ -42,6 +42,46 @@ def resnet14(
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
+class Whitening(nn.Module):
+    """A convolution with fixed weights and a bias that is learned."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.bias = nn.Parameter(torch.zeros(len(weight)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias)
+
+
+def whitening(images: Tensor, size: int = 2) -> Tensor:
+    """Weights that make the patches of these images uncorrelated, each with its opposite: ReLU keeps both halves.
+
+    >>> whitening(torch.randn(8, 3, 8, 8)).shape
+    torch.Size([24, 3, 2, 2])
+    """
+    patches = images.unfold(2, size, 1).unfold(3, size, 1).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+    rows = patches.flatten(1).double()
+    values, vectors = torch.linalg.eigh(rows.T @ rows / len(rows))
+    weight = (vectors / (values + 0.01).sqrt()).T.flip(0).reshape(-1, *patches.shape[1:]).float()
+    return torch.cat([weight, -weight])
+
+
+def pooled(width: int, first: Tensor, classes: int = 10) -> nn.Sequential:
+    """Six convolutions for 32x32 images behind a fixed one with the weights ``first``; max pooling halves maps.
+
+    The form of the networks that train on CIFAR-10 in the least time (Jordan 2024), with ReLU.
+    """
+    layers: list[nn.Module] = [Whitening(first), nn.ReLU()]
+    inputs = len(first)
+    for outputs in (width, 4 * width, 4 * width):
+        layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.MaxPool2d(2)]
+        layers += [nn.BatchNorm2d(outputs), nn.ReLU()]
+        layers += [nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(inputs, classes, bias=False))
+
+
 class TextClassifier(nn.Module):
     """A pre-norm transformer over word numbers with learned positions and a mean over all of them.
 

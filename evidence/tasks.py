@@ -17,10 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from benchmarks.nets import resnet20
 from evidence import data, nets
 from evidence.fidelity import Batch, normalized
+from evidence.muon import Muon
 
 
 class Arm(NamedTuple):
@@ -181,6 +183,16 @@ def adjacency(edges: Tensor, count: int) -> Tensor:
     ).coalesce()
 
 
+def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    """Up for a quarter of the steps and down, along a cosine; momentum goes the other way."""
+    return OneCycleLR(optimizer, optimizer.defaults["lr"], total_steps=steps, pct_start=0.25)
+
+
+def triangle(optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    """Up for a quarter of the steps and down to nothing, along straight lines."""
+    return LambdaLR(optimizer, lambda step: min(4 * step / steps, (steps - step) / steps / 0.75))
+
+
 @dataclass(frozen=True)
 class Task:
     """One table: a network on its data, and the methods compared."""
@@ -194,7 +206,8 @@ class Task:
     """By seed: one set has no official split."""
     optimizer: Callable[..., torch.optim.Optimizer]
     rate: float
-    one_cycle: bool = True
+    schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = one_cycle
+    """By the optimizer and all steps of a run."""
     paired: bool = False
     """Whether runs of one seed are compared with each other: where the seed also divides the data."""
     more: tuple[str, ...] = field(default=())
@@ -203,6 +216,24 @@ class Task:
 
 def _cifar(batch: int, *, mirrored: bool = False) -> Callable[[int], Problem]:
     return lambda seed: Samples(data.cifar10(), batch, images, mirrored=mirrored)
+
+
+def _cifar_halves(batch: int) -> Callable[[int], Problem]:
+    """40,000 images to train with; the other 10,000 join the test set, of which chance is the smaller part then."""
+
+    def load(seed: int) -> Problem:
+        found, count = data.cifar10(), 40_000
+        test_x, test_y = (
+            torch.cat(pair) for pair in ((found.test_x, found.train_x[count:]), (found.test_y, found.train_y[count:]))
+        )
+        split = data.Split(found.train_x[:count], found.train_y[:count], test_x, test_y)
+        return Samples(split, batch, images, mirrored=True)
+
+    return load
+
+
+def _pooled(width: int) -> nn.Module:
+    return nets.pooled(width, nets.whitening(normalized(data.cifar10().train_x[:5000])))
 
 
 def _channels_last(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -229,6 +260,22 @@ TASKS = {
         optimizer=functools.partial(_SGD, weight_decay=2e-4),
         rate=0.1,
     ),
+    "cifar-short": Task(
+        title="CIFAR-10, six convolutions, 3 epochs",
+        epochs=3,
+        arms={
+            **{EXACT: 8, NULL: 8, FINE: 8},
+            **{"auto": 16, "auto, 2 bits": 3, "auto, 2.3 bits": 16, "auto, 4 bits": 3},
+            **{"division": 3, "division, guarded": 3, "division, 4 bits": 3, "actnn": 3, "actnn, guarded": 3},
+            **{"blpa": 3, "pool": 3},
+            **{"exact + noise of division": 3, "exact + noise of auto": 3},
+        },
+        build=_channels_last(functools.partial(_pooled, 16)),
+        load=_cifar_halves(200),
+        optimizer=functools.partial(Muon, rest=0.4, weight_decay=1e-3),
+        rate=0.12,
+        schedule=triangle,
+    ),
     "imdb": Task(
         title="IMDB reviews, transformer from scratch, 3 epochs",
         epochs=3,
@@ -246,7 +293,7 @@ TASKS = {
         load=lambda seed: Papers(data.cora(), seed),
         optimizer=functools.partial(torch.optim.Adam, weight_decay=5e-4),
         rate=0.01,
-        one_cycle=False,
+        schedule=None,
         paired=True,
     ),
     "cifar-nine": Task(

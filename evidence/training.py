@@ -74,9 +74,8 @@ def prepared(job: Job, epochs: int) -> tuple[Problem, dict[str, Any]]:
         perturb(model, arm.perturbed, job.seed)
     optimizer = task.optimizer(model.parameters(), lr=task.rate)
     schedule = None
-    if task.one_cycle:
-        total = epochs * problem.steps
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, total_steps=total, pct_start=0.25)
+    if task.schedule is not None:
+        schedule = task.schedule(optimizer, epochs * problem.steps)
     handle = None if arm.method is None else lowtide.attach(model, arm.method, seed=job.seed, **arm.options)
     return problem, {"model": model, "optimizer": optimizer, "schedule": schedule, "handle": handle}
 

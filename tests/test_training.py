@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from evidence import data, noise, summary, tasks, training
+from evidence import data, nets, noise, summary, tasks, training
+from evidence.muon import Muon, orthogonalized
 from evidence.tasks import ARMS, TASKS, Papers, Samples, Task, adjacency, images
 from evidence.training import Job, append, jobs_of, missing, read, run
 
@@ -129,6 +130,78 @@ def test_images_are_moved_and_mirrored_but_not_changed():
         )  # fmt: skip
         assert any(torch.allclose(moved[i], candidate, atol=1e-5) for candidate in candidates)
     assert not torch.allclose(moved, plain)
+
+
+def test_a_part_of_the_training_images_joins_the_test(monkeypatch):
+    train, test = torch.arange(50_000), torch.arange(50_000, 60_000)
+    monkeypatch.setattr(data, "cifar10", lambda: data.Split(train, train + 1, test, test + 1))
+    found = TASKS["cifar-short"].load(0).split
+    assert (len(found.train_x), len(found.test_x)) == (40_000, 20_000)
+    assert torch.equal(torch.cat([found.train_x, found.test_x]).sort().values, torch.arange(60_000))
+    assert torch.equal(found.train_y, found.train_x + 1)
+    assert torch.equal(found.test_y, found.test_x + 1)
+
+
+def test_a_triangle_rises_for_a_quarter_and_ends_at_nothing():
+    optimizer = Muon(tiny().parameters(), lr=0.5, rest=0.4, weight_decay=0.0)
+    schedule = tasks.triangle(optimizer, 8)
+    rates = []
+    for _ in range(9):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    convolutions, others = zip(*rates, strict=True)
+    assert convolutions == pytest.approx([0, 0.25, *(0.5 * left / 6 for left in range(6, -1, -1))])
+    assert others == pytest.approx([0.4 * rate for rate in convolutions])
+
+
+def test_an_orthogonalized_matrix_has_the_singular_vectors_of_the_matrix():
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((6, 20), (20, 6), (8, 8)):
+        matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        found = left.T @ orthogonalized(matrix, repeats=5) @ right.T
+        # By hand: the polynomial acts on each singular value by itself.
+        values = values / matrix.norm()
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        assert torch.allclose(found, values.diag(), atol=1e-6)  # the guard of the division is 1e-7
+
+
+def test_muon_orthogonalizes_steps_of_convolutions_and_is_sgd_else():
+    models = [tiny() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    muon = Muon(models[0].parameters(), lr=0.5, rest=0.4, weight_decay=0.01)
+    others = [p for p in models[1].parameters() if p.ndim < 4]
+    sgd = torch.optim.SGD(others, lr=0.2, momentum=0.85, nesterov=True, weight_decay=0.01)
+    momentum = torch.zeros_like(models[0][0].weight)
+    for _ in range(3):
+        weight = models[0][0].weight.detach().clone()
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        muon.step()
+        sgd.step()
+        gradient = models[1][0].weight.grad
+        momentum = 0.6 * momentum + gradient
+        change = 0.5 * orthogonalized((gradient + 0.6 * momentum).flatten(1)).view(weight.shape)
+        expected = weight * (8**0.5 / weight.norm()) - change
+        assert torch.allclose(models[0][0].weight, expected, rtol=1e-5, atol=1e-6)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert a.ndim == 4 or torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_whitened_patches_are_uncorrelated():
+    mixed = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    mixed = mixed + 2 * mixed.flip(1).roll(1, 3)
+    weight = nets.whitening(mixed)
+    out = nets.Whitening(weight)(mixed).detach().transpose(0, 1).flatten(1).double()
+    half = len(out) // 2
+    assert torch.equal(weight[:half], -weight[half:])
+    covariance = out[:half] @ out[:half].T / out.shape[1]
+    assert torch.allclose(covariance, covariance.diagonal().diag(), atol=1e-4)  # float32
+    assert covariance.diagonal().min() > 0.5  # of 1, but for the 0.01 that small ones are raised by
+    assert covariance.diagonal().max() <= 1
 
 
 def test_adjacency_is_that_of_the_formula():

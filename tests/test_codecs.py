@@ -681,12 +681,28 @@ def test_two_value_keeps_dropout_noise(p: float, dtype: torch.dtype) -> None:
     assert same_bits(TwoValue().encode(torch.ones(5), key=0).decode(), torch.ones(5))
 
 
+@pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
+@pytest.mark.parametrize("value", [1e-7, 1.0, math.inf])
+def test_two_value_keeps_any_positive_number(value: float, dtype: torch.dtype) -> None:
+    for values in ([value], [value, 0.0] * 20):
+        x = torch.tensor(values, dtype=dtype)
+        assert same_bits(TwoValue().encode(x, key=0).decode(), x)
+
+
+@pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
 @pytest.mark.parametrize(
-    "values", [[0.0, 1.0, 2.0], [0.0, -1.0], [-1.0, 1.0], [0.0, math.nan], [1.0, math.nan], [0.0, 0.0]]
+    "values",
+    [
+        *([0.0, 1.0, 2.0], [0.0, 1.0, 1e-7], [0.0, 1.0, 1.01], [1.0, math.inf], [0.0, 0.0]),
+        *([0.0, -1.0], [-1.0, 1.0], [-0.0, 1.0], [0.0, 1.0, -0.0], [-math.inf, 1.0]),
+        *([0.0, math.nan], [1.0, math.nan], [1.0, -math.nan], [math.inf, math.nan]),
+    ],
+    ids=str,
 )
-def test_two_value_refuses_the_rest(values: list[float]) -> None:
-    with pytest.raises(NotRepresentable):
-        TwoValue().encode(torch.tensor(values), key=0)
+def test_two_value_refuses_the_rest(values: list[float], dtype: torch.dtype) -> None:
+    for place in range(0, 40, 13):  # the odd one among many, within a byte of bits and behind one
+        with pytest.raises(NotRepresentable):
+            TwoValue().encode(torch.tensor([values[0]] * place + values, dtype=dtype), key=0)
 
 
 def test_log_probabilities_near_zero_and_far_away() -> None:

@@ -25,6 +25,8 @@ from .base import (
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
 _COMPARABLE = (*FLOATS, torch.float64, torch.bool)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of a value."""
 
 
 def _require_comparable(tensor: Tensor, codec: Codec) -> None:
@@ -155,11 +157,19 @@ class TwoValue(Codec):
         flat, meta, _ = flatten(tensor)
         if flat.numel() == 0:
             return Packed(self, meta, (flat.new_empty(0, dtype=torch.uint8), flat.new_zeros(1)))
-        value = flat.max()
-        two = ((flat == 0) | (flat == value)).all() & ~torch.signbit(flat).any() & (value > 0)
-        if not bool(two):  # the one wait of this codec: nothing but the values can tell
+        # Read as integers, floats without a sign are in their order, and all others are below zero.
+        least, most = torch.aminmax(flat.view(_INTEGERS[flat.itemsize]))
+        value = most.view(flat.dtype)
+        mask = ops.pack_band(flat, 0.0, math.inf, False, False)
+        if flat.device.type == "cpu":  # packing twice reads less than comparing twice writes
+            number = float(value)
+            two = int(least) >= 0 and number > 0
+            two = two and torch.equal(mask, ops.pack_band(flat, number, number, True, False))
+        else:  # the one wait of this codec: nothing but the values can tell
+            two = bool(((flat == 0) | (flat == value)).all() & (least >= 0) & (value > 0))
+        if not two:
             raise NotRepresentable("the tensor holds more than zero and one positive number")
-        return Packed(self, meta, (ops.pack_band(flat, 0.0, math.inf, False, False), value.reshape(1)))
+        return Packed(self, meta, (mask, value.reshape(1)))
 
     def decode(self, packed: Packed, *, support: Tensor | None = None) -> Tensor:
         """The two numbers again."""

@@ -23,15 +23,15 @@ MODES = ["plain", "checkpoint", "division", "actnn", "auto"]
 COLORS = {"plain": "#8d99ae", "checkpoint": "#c9ada7", "division": "#0077b6", "actnn": "#00b4d8", "auto": "#48b89f"}
 
 
-def new_figure(columns: int, size: tuple[float, float]) -> tuple[Figure, Sequence[Axes]]:
-    """Panels side by side, in the style of all charts."""
+def new_figure(columns: int, size: tuple[float, float], rows: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """Panels side by side, in rows, in the style of all charts."""
     plt.rcParams.update(
         {"svg.fonttype": "none", "svg.hashsalt": "lowtide", "font.family": "sans-serif", "font.size": 10}
     )
-    figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
-    for axis in axes[0]:
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
+    return figure, axes.ravel()
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -339,6 +339,9 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", help=f"any of step, {', '.join(CASES)}; default: all but limits")
     parser.add_argument("--full", action="store_true", help="every size, network and mode, and limits")
     parser.add_argument("--network", action="append", choices=SUBJECTS, help="for step: this one alone (repeatable)")
+    parser.add_argument(
+        "--setting", action="append", choices=steps.SETTINGS, help="for step: as --network, of settings"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="for step: how often each mode runs, in a new process")
     parser.add_argument("--turns", type=int, default=steps.TURNS, help="for step: steps of each process that count")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for step: begin no process after this time")
@@ -348,8 +351,8 @@ def main() -> int:
     cases = given.cases or ["codec", "overhead", *(["limits"] if given.full else []), "step"]
     if unknown := set(cases) - {*CASES, "step"}:
         parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from step, {', '.join(CASES)}")
-    if given.network and "step" not in cases:
-        parser.error(f"--network chooses networks of the case step; got {', '.join(cases)}")
+    if (given.network or given.setting) and "step" not in cases:
+        parser.error(f"--network and --setting choose among rows of the case step; got {', '.join(cases)}")
     if set_already := [name for name in os.environ if name == "GLIBC_TUNABLES" or name.startswith("MALLOC_")]:
         parser.error(f"{', '.join(set_already)} would change the default allocator; unset it")
     table = Table(given.out / "codecs.csv")
@@ -361,7 +364,8 @@ def main() -> int:
     path = given.out / "steps.csv"
     if path.exists() and not given.append:
         parser.error(f"{path} exists; --append adds to it, --out chooses another folder")
-    groups = [g for g in steps.plan(given.full) if not given.network or g.subject in given.network]
+    networks, settings = given.network or SUBJECTS, given.setting or steps.SETTINGS
+    groups = [g for g in steps.plan(given.full) if g.subject in networks and g.setting in settings]
     return 0 if steps.run(path, groups, given.rounds, given.seconds, given.turns) else 3
 
 

@@ -50,6 +50,7 @@ MEASURED = (
 )
 FIELDS = [*KEY, "mode", "round", *MEASURED, "deciding_s", *ORIGIN]
 LOAD = "a busy process on each core"
+SETTINGS = ("tuned", "default", "autocast", "busy")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Group:
     @property
     def key(self) -> tuple[str, ...]:
         return tuple(str(getattr(self, name)) for name in KEY)
+
+    @property
+    def setting(self) -> str:
+        """One of :data:`SETTINGS`."""
+        return "busy" if self.load else "autocast" if self.precision == "bfloat16" else self.allocator
 
 
 def plan(full: bool) -> list[Group]:

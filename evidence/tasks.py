@@ -244,22 +244,6 @@ TOKENS = 128
 _SGD = functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4)
 _OTHERS = ("division, 1 bit", "division, as published", "tinyscript")
 TASKS = {
-    "cifar": Task(
-        title="CIFAR-10, ResNet-14, 6 epochs",
-        epochs=6,
-        arms={
-            **{EXACT: 12, NULL: 12, FINE: 6},
-            **{"auto": 12, "auto, 2 bits": 4, "auto, 2.3 bits": 4, "auto, 3 bits": 4, "auto, 4 bits": 4},
-            **{"division": 6, "division, guarded": 4, "division, 4 bits": 4, "actnn": 4, "actnn, guarded": 4},
-            **{"blpa": 4, "pool": 4},
-            **{"exact + noise of division": 4, "exact + noise of auto": 4},
-        },
-        more=_OTHERS,
-        build=_channels_last(functools.partial(nets.resnet14, 24, stem=16, strides=(2, 2, 2))),
-        load=_cifar(64, mirrored=True),
-        optimizer=functools.partial(_SGD, weight_decay=2e-4),
-        rate=0.1,
-    ),
     "cifar-short": Task(
         title="CIFAR-10, six convolutions, 3 epochs",
         epochs=3,
@@ -275,6 +259,32 @@ TASKS = {
         optimizer=functools.partial(Muon, rest=0.4, weight_decay=1e-3),
         rate=0.12,
         schedule=triangle,
+    ),
+    "cifar-wide": Task(
+        title="CIFAR-10, six wide convolutions, 2 epochs",
+        epochs=2,
+        arms=dict.fromkeys((EXACT, NULL, "auto", "division"), 3),
+        build=functools.partial(_pooled, 32),
+        load=_cifar_halves(200),
+        optimizer=functools.partial(Muon, rest=0.4, weight_decay=1e-3),
+        rate=0.12,
+        schedule=triangle,
+    ),
+    "cifar": Task(
+        title="CIFAR-10, ResNet-14, 6 epochs",
+        epochs=6,
+        arms={
+            **{EXACT: 12, NULL: 12, FINE: 6},
+            **{"auto": 12, "auto, 2 bits": 4, "auto, 2.3 bits": 4, "auto, 3 bits": 4, "auto, 4 bits": 4},
+            **{"division": 6, "division, guarded": 4, "division, 4 bits": 4, "actnn": 4, "actnn, guarded": 4},
+            **{"blpa": 4, "pool": 4},
+            **{"exact + noise of division": 4, "exact + noise of auto": 4},
+        },
+        more=_OTHERS,
+        build=_channels_last(functools.partial(nets.resnet14, 24, stem=16, strides=(2, 2, 2))),
+        load=_cifar(64, mirrored=True),
+        optimizer=functools.partial(_SGD, weight_decay=2e-4),
+        rate=0.1,
     ),
     "imdb": Task(
         title="IMDB reviews, transformer from scratch, 3 epochs",
@@ -305,16 +315,6 @@ TASKS = {
         load=_cifar(128),
         optimizer=functools.partial(_SGD, weight_decay=2e-4),
         rate=0.2,
-    ),
-    "cifar-wide": Task(
-        title="CIFAR-10, wide ResNet-14, 3 epochs",
-        epochs=3,
-        arms={},
-        more=(EXACT, NULL, "auto", "division"),
-        build=nets.resnet14,
-        load=_cifar(64, mirrored=True),
-        optimizer=functools.partial(_SGD, weight_decay=2e-4),
-        rate=0.1,
     ),
     "cifar-resnet20": Task(
         title="CIFAR-10, ResNet-20, 20 epochs",

@@ -283,7 +283,10 @@ def noise_table(rows: list[Row]) -> list[str]:
     for arm in dict.fromkeys(row["arm"] for row in whole):
         cells = []
         for epoch in epochs:
-            row = found[arm, epoch]
+            row = found.get((arm, epoch))
+            if row is None:  # not measured yet
+                cells.append("")
+                continue
             cell, share = f"{float(row['error']):.2g}", float(row["worst_share"])
             cell += f" ({share:.2f})" if math.isfinite(share) else ""
             cells.append(f"{cell}, biased" if float(row["chance"]) < 0.01 / len(whole) else cell)

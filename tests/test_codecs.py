@@ -681,7 +681,7 @@ def test_two_value_keeps_dropout_noise(p: float, dtype: torch.dtype) -> None:
     assert same_bits(TwoValue().encode(torch.ones(5), key=0).decode(), torch.ones(5))
 
 
-@pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
 @pytest.mark.parametrize("value", [1e-7, 1.0, math.inf])
 def test_two_value_keeps_any_positive_number(value: float, dtype: torch.dtype) -> None:
     for values in ([value], [value, 0.0] * 20):
@@ -689,7 +689,7 @@ def test_two_value_keeps_any_positive_number(value: float, dtype: torch.dtype) -
         assert same_bits(TwoValue().encode(x, key=0).decode(), x)
 
 
-@pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "values",
     [

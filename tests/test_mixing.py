@@ -557,6 +557,35 @@ def test_probes_leave_no_trace():
     assert handle.state_dict()["step"] == step
 
 
+def test_what_a_small_probe_does_not_store_keeps_what_backward_showed():
+    """The head's input is one row a sample, too few values for a codec in the probe, and all gradients pass it."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x).mean(1))
+
+    torch.manual_seed(0)
+    model, x, y = Pooled(), torch.randn(64, 32, 64), torch.randint(10, (64,))
+
+    def loss(count: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(x[:count].clone()), y[:count])
+
+    handle = lowtide.attach(model, "auto", bits=3)
+    loss(64).backward()
+    handle.adapt(lambda: loss(4))
+    tuner = handle._session.policy.tuner
+    assert {site.module for site in set(tuner._seen) - set(tuner._probed)} == {"head"}
+    assert set(tuner._plan.choices) == set(tuner._seen)
+    # Few values that matter: where three bits are the average, they have more.
+    loss(64).backward()
+    (codec,) = (choice.codec for site, choice in handle.plan().choices.items() if site.module == "head")
+    assert codec is None or codec == lowtide.codecs.Cast("bfloat16") or codec.bits > 4
+
+
 @pytest.mark.parametrize("method", ["gact", "auto"])
 def test_probes_repeat_every_so_many_steps(method):
     model, batch = Maps(), images()

@@ -450,10 +450,21 @@ class MixTuner(Probed):
         ]
 
     def _weights(self, counts: Callable[[_Felt, int, float], float] | None = None) -> dict[Site, float]:
-        """For each tensor the cost of a unit of mean squared error; ``counts`` tells how much each weight counts."""
-        if self._probed:
-            return {site: self._probed[site] for site in self._seen if site in self._probed}
-        counts = counts or _counts_each
+        """For each tensor the cost of a unit of mean squared error; ``counts`` tells how much each weight counts.
+
+        Probes replace what backward showed. A probe's batch may be so small that some tensors are not stored there;
+        those keep what backward showed, in the unit of the probes.
+        """
+        shown = self._shown(counts or _counts_each)
+        if not self._probed:
+            return shown
+        both = [self._probed[site] / cost for site, cost in shown.items() if cost > 0 and site in self._probed]
+        unit = statistics.median(both) if both else 1.0
+        costs = {site: self._probed.get(site, unit * shown.get(site, 0.0)) for site in self._seen}
+        return {site: cost for site, cost in costs.items() if site in self._probed or site in shown}
+
+    def _shown(self, counts: Callable[[_Felt, int, float], float]) -> dict[Site, float]:
+        """What backward showed of each cost."""
         total, count = self._total(), sum(1 for felt in self._felt.values() if felt.weight > 0)
         least = _NEGLIGIBLE**2 * total
         spread = [f.own(least) * seen.square for seen in self._seen.values() for f in self._known(seen) if f.weight > 0]

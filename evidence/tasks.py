@@ -218,8 +218,8 @@ def _cifar(batch: int, *, mirrored: bool = False) -> Callable[[int], Problem]:
     return lambda seed: Samples(data.cifar10(), batch, images, mirrored=mirrored)
 
 
-def _cifar_halves(batch: int) -> Callable[[int], Problem]:
-    """40,000 images to train with; the other 10,000 join the test set, of which chance is the smaller part then."""
+def _cifar_with_a_larger_test(batch: int) -> Callable[[int], Problem]:
+    """40,000 images to train with; the other 10,000 join the test set, so that chance of its images counts less."""
 
     def load(seed: int) -> Problem:
         found, count = data.cifar10(), 40_000
@@ -243,6 +243,12 @@ def _channels_last(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 TOKENS = 128
 _SGD = functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=5e-4)
 _OTHERS = ("division, 1 bit", "division, as published", "tinyscript")
+_SHORT: dict[str, Any] = {
+    "load": _cifar_with_a_larger_test(200),
+    "optimizer": functools.partial(Muon, rest=0.4, weight_decay=1e-3),
+    "rate": 0.12,
+    "schedule": triangle,
+}
 TASKS = {
     "cifar-short": Task(
         title="CIFAR-10, six convolutions, 3 epochs",
@@ -255,20 +261,14 @@ TASKS = {
             **{"exact + noise of division": 3, "exact + noise of auto": 3},
         },
         build=_channels_last(functools.partial(_pooled, 16)),
-        load=_cifar_halves(200),
-        optimizer=functools.partial(Muon, rest=0.4, weight_decay=1e-3),
-        rate=0.12,
-        schedule=triangle,
+        **_SHORT,
     ),
     "cifar-wide": Task(
         title="CIFAR-10, six wide convolutions, 2 epochs",
         epochs=2,
         arms=dict.fromkeys((EXACT, NULL, "auto", "division"), 3),
         build=functools.partial(_pooled, 32),
-        load=_cifar_halves(200),
-        optimizer=functools.partial(Muon, rest=0.4, weight_decay=1e-3),
-        rate=0.12,
-        schedule=triangle,
+        **_SHORT,
     ),
     "cifar": Task(
         title="CIFAR-10, ResNet-14, 6 epochs",

@@ -33,7 +33,7 @@ from torch import nn
 
 import benchmarks.nets
 import lowtide
-from evidence import data, fidelity, nets, tasks
+from evidence import data, fidelity, muon, nets, tasks
 from evidence.fidelity import RESULTS, environment
 from evidence.tasks import ARMS, TASKS, Batch, Problem
 
@@ -44,7 +44,7 @@ _PROBED = 4
 
 NOISE = RESULTS / "noise.csv"
 
-_FILES = (__file__, *(module.__file__ for module in (tasks, nets, data, fidelity, benchmarks.nets)))
+_FILES = (__file__, *(module.__file__ for module in (tasks, muon, nets, data, fidelity, benchmarks.nets)))
 _CODE = hashlib.sha256(b"".join(Path(file or "").read_bytes() for file in _FILES)).hexdigest()[:8]
 """Of the code as it was imported: a file that changes while a run goes on does not change its name."""
 

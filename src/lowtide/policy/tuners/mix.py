@@ -460,8 +460,8 @@ class MixTuner(Probed):
             return shown
         both = [self._probed[site] / cost for site, cost in shown.items() if cost > 0 and site in self._probed]
         unit = statistics.median(both) if both else 1.0
-        costs = {site: self._probed.get(site, unit * shown.get(site, 0.0)) for site in self._seen}
-        return {site: cost for site, cost in costs.items() if site in self._probed or site in shown}
+        costs = {site: unit * cost for site, cost in shown.items()} | self._probed
+        return {site: costs[site] for site in self._seen if site in costs}
 
     def _shown(self, counts: Callable[[_Felt, int, float], float]) -> dict[Site, float]:
         """What backward showed of each cost."""

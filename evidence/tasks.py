@@ -254,8 +254,8 @@ TASKS = {
         title="CIFAR-10, six convolutions, 3 epochs",
         epochs=3,
         arms={
-            **{EXACT: 8, NULL: 8, FINE: 8},
-            **{"auto": 16, "auto, 2 bits": 3, "auto, 2.3 bits": 16, "auto, 4 bits": 3},
+            **{EXACT: 12, NULL: 12, FINE: 8},
+            **{"auto": 12, "auto, 2 bits": 3, "auto, 2.3 bits": 12, "auto, 4 bits": 3},
             **{"division": 3, "division, guarded": 3, "division, 4 bits": 3, "actnn": 3, "actnn, guarded": 3},
             **{"blpa": 3, "pool": 3},
             **{"exact + noise of division": 3, "exact + noise of auto": 3},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ def assert_bits(own: tuple[Tensor, ...] | None, torchs: tuple[Tensor, ...]) -> N
     for a, b in zip(own, torchs, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
-        kind = torch.int32 if a.dtype == torch.float32 else a.dtype
+        kind = {4: torch.int32, 2: torch.int16}[a.itemsize] if a.is_floating_point() else a.dtype
         nan = a.isnan() & b.isnan()  # whose bits are anybody's
         assert torch.equal(a.view(kind)[~nan], b.view(kind)[~nan])
         assert torch.equal(a.isnan(), b.isnan())
@@ -111,6 +112,7 @@ def test_batch_norm_is_not_for_everything() -> None:
     st.tuples(st.integers(0, 2), st.integers(0, 2)),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.integers(0, 3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_max_pool(
     sizes: tuple[int, ...],
@@ -119,11 +121,12 @@ def test_max_pool(
     padding: tuple[int, int],
     dilation: tuple[int, int],
     odd: int,
+    dtype: torch.dtype,
 ) -> None:
     x = torch.randn(sizes, generator=torch.Generator().manual_seed(odd)).mul_(2).round_()  # with equal values
     for value in (math.nan, -math.inf, math.inf)[:odd]:
         x.masked_fill_(torch.rand(sizes, generator=torch.Generator().manual_seed(int(odd))) < 0.2, value)
-    arguments = (x, list(kernel), list(stride), list(padding), list(dilation))
+    arguments = (x.to(dtype), list(kernel), list(stride), list(padding), list(dilation))
     try:
         truth = MAX_POOL(*arguments)
     except RuntimeError:
@@ -137,7 +140,7 @@ def test_max_pool_is_not_for_everything() -> None:
     assert cpu.max_pool2d_with_indices(x, [2]) is not None
     assert_bits(cpu.max_pool2d_with_indices(x, [2]), MAX_POOL(x, [2]))
     assert cpu.max_pool2d_with_indices(x, [3], [2], [0], [1], True) is None
-    for other in (x[0], x.double(), x.to(memory_format=torch.channels_last), x[:0], x.bfloat16()):
+    for other in (x[0], x.double(), x.to(memory_format=torch.channels_last), x[:0], x.int()):
         assert cpu.max_pool2d_with_indices(other, [2]) is None
 
     for wrong in ([2, 3, 4], []):
@@ -186,22 +189,22 @@ def names(node: Any) -> list[str]:
     return [] if node is None else [type(node).__name__, *(n for f, _ in node.next_functions for n in names(f))]
 
 
-def test_a_session_is_exact(calls: Calls) -> None:
+@pytest.mark.parametrize(("half", "made"), [(False, [NORM, POOL]), (True, [POOL])])
+def test_a_session_is_exact(calls: Calls, half: bool, made: list[str]) -> None:
+    """With autocast to 16 bits too, where torch's own batch norm is fast."""
     x, results = torch.randn(4, 3, 16, 16), []
     for compressed in (False, True):
         model = network()
+        session = lowtide.compress(model, "lossless", min_numel=0) if compressed else contextlib.nullcontext()
         for _ in range(2):
-            if compressed:
-                with lowtide.compress(model, "lossless", min_numel=0):
-                    loss = model(x).square().sum()
-            else:
+            with session, torch.autocast("cpu", torch.bfloat16, enabled=half):
                 loss = model(x).square().sum()
             loss.backward()
         results.append([loss, *(p.grad for p in model.parameters()), *model.buffers()])
         kinds = [name for name in names(loss.grad_fn) if "Norm" in name or "Pool" in name]
         assert kinds == ["MaxPool2DWithIndicesBackward0", "NativeBatchNormBackward0"]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert calls.made == [NORM, POOL] * 2
+    assert calls.made == made * 2
 
 
 def test_what_others_watch_is_torchs(calls: Calls) -> None:

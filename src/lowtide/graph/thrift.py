@@ -378,7 +378,8 @@ class ScatteredExtreme(torch.autograd.Function):
 
 def _faster(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     x = args[0] if args else kwargs.get("input")
-    if type(x) is not Tensor or x.numel() < _LEAST_FASTER or x.dtype != torch.float32 or not x.is_cpu:
+    kinds = _POOLED if func in _POOLING else (torch.float32,)
+    if type(x) is not Tensor or x.numel() < _LEAST_FASTER or x.dtype not in kinds or not x.is_cpu:
         return None
     if not (x.is_contiguous() and capture.is_ordinary_call() and capture.has_no_modes() and capture.is_plain(x)):
         return None
@@ -392,6 +393,8 @@ def _faster(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 
 _LEAST_FASTER = 1 << 16
 """Values below which a mode of Python costs more than it saves: about 30 microseconds."""
+_POOLING = (functional.max_pool2d, torch.max_pool2d)
+_POOLED = (torch.float32, torch.bfloat16, torch.float16)
 _FASTER = {getattr(torch.ops.aten, name).default: name for name in ("native_batch_norm", "max_pool2d_with_indices")}
 
 
@@ -411,7 +414,7 @@ class Faster(capture.DispatchMode):  # type: ignore[misc]
 _TWINS: dict[Any, Callable[..., Callable[..., Any] | None]] = {
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     **dict.fromkeys((functional.relu, torch.relu, Tensor.relu, *_RELU_IN_PLACE), _relu),
-    **dict.fromkeys((functional.batch_norm, torch.batch_norm, functional.max_pool2d, torch.max_pool2d), _faster),
+    **dict.fromkeys((functional.batch_norm, torch.batch_norm, *_POOLING), _faster),
     torch.prelu: _prelu,
     **dict.fromkeys((torch.amax, Tensor.amax, torch.amin, Tensor.amin), _amax),
     **dict.fromkeys((torch.maximum, Tensor.maximum, torch.minimum, Tensor.minimum), _maximum),

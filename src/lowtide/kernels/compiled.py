@@ -2492,13 +2492,10 @@ def _kernel_native_batch_norm(parameters: int, scratch: int, first: int, last: i
 @_kernel
 def _kernel_max_pool2d_with_indices(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _read(parameters, layout.MaxPool)
-    room = layout.max_pool_scratch(p.columns)
+    room = layout.max_pool_scratch(p.columns, p.width)
     best, place = _pointer(scratch + room.best, types.float32), _pointer(scratch + room.place, types.int32)
     for item in range(first, last):
-        x = _pointer(p.x + 4 * item * p.height * p.width, types.float32)
         for r in range(p.rows):
-            start = item * p.rows * p.columns + r * p.columns
-            out, places = _pointer(p.out + 4 * start, types.float32), _pointer(p.places + 8 * start, types.int64)
             top = r * p.down - p.above
             skipped = (-top + p.row_apart - 1) // p.row_apart if top < 0 else 0
             for c in range(p.columns):
@@ -2509,26 +2506,35 @@ def _kernel_max_pool2d_with_indices(parameters: int, scratch: int, first: int, l
                 row = top + i * p.row_apart
                 if row >= p.height:
                     break
+                begun = (item * p.height + row) * p.width
+                line = p.x + 4 * begun
+                if p.kind != FLOAT32:
+                    line = scratch + room.wide
+                    _widen_run(p.x + 2 * begun, line, p.width, p.kind)
                 for j in range(p.wide):
                     shift = j * p.apart - p.before
                     begin = (-shift + p.along - 1) // p.along if shift < 0 else 0
                     end = min(p.columns, (p.width - 1 - shift) // p.along + 1) if shift < p.width else 0
-                    at = row * p.width + shift
+                    x, at = _pointer(line + 4 * shift, types.float32), row * p.width + shift
                     if p.along == 2:
                         _take_larger(x, at, 2, begin, end, best, place)
                     elif p.along == 1:
                         _take_larger(x, at, 1, begin, end, best, place)
                     else:
                         _take_larger(x, at, p.along, begin, end, best, place)
+            start = (item * p.rows + r) * p.columns
+            places = _pointer(p.places + 8 * start, types.int64)
             for c in range(p.columns):
-                out[c], places[c] = best[c], np.int64(place[c])
+                places[c] = np.int64(place[c])
+            size = 4 if p.kind == FLOAT32 else 2
+            _narrow_run(scratch + room.best, p.out + size * start, p.columns, p.kind)
 
 
 @_inline
 def _take_larger(x: Any, at: int, along: int, begin: int, end: int, best: Any, place: Any) -> None:
-    """Replaces results by values that are larger, or NaN; of equal ones the first stays."""
+    """Replaces results by values that are larger, or NaN; of equal ones the first stays. ``x[0]`` is value ``at``."""
     for c in range(begin, end):
-        value = x[at + c * along]
+        value = x[c * along]
         taken = (value > best[c]) | (value != value)
         best[c] = value if taken else best[c]
         place[c] = I32(at + c * along) if taken else place[c]

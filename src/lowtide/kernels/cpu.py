@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import math
 import os
 import struct
@@ -1283,7 +1284,7 @@ def max_pool2d_with_indices(
     window = Window(*((sizes[0], sizes[-1]) for sizes in given)) if all(len(s) in (1, 2) for s in given) else None
     if window is None or not window.is_sound() or ceil_mode:
         return None
-    if x.dim() != 4 or not x.numel() or not _is(x, torch.float32, x.numel()):
+    if x.dim() != 4 or not x.numel() or x.dtype not in KINDS or not _is(x, x.dtype, x.numel()):
         return None
     samples, channels, *sides = x.shape
     rows, columns = (window.results(side, d) for d, side in enumerate(sides))
@@ -1292,6 +1293,7 @@ def max_pool2d_with_indices(
     out, places = (x.new_empty(samples, channels, rows, columns, dtype=t) for t in (x.dtype, torch.int64))
     record = layout.MaxPool(
         x=x.data_ptr(),
+        kind=KINDS[x.dtype],
         out=out.data_ptr(),
         places=places.data_ptr(),
         height=sides[0],
@@ -1307,7 +1309,7 @@ def max_pool2d_with_indices(
         row_apart=window.dilation[0],
         apart=window.dilation[1],
     )
-    scratch = _bytes(layout.max_pool_scratch, columns)
+    scratch = _bytes(layout.max_pool_scratch, columns, sides[1])
     _run("max_pool2d_with_indices", samples * channels, x.numel(), scratch, record)
     return out, places
 
@@ -1346,5 +1348,6 @@ def has_torchs_bits(name: str) -> bool:
                 mean, var = small[2].clone(), small[3].square()
                 found.append((*operator(x, small[0], small[1], mean, var, True, 0.9, 1e-3), mean, var))
             else:
-                found.append(operator(x, [3, 3], [2, 2], [1, 1]))
+                results = (operator(x.to(dtype), [3, 3], [2, 2], [1, 1]) for dtype in KINDS)
+                found.append(tuple(itertools.chain.from_iterable(results)))
     return all(torch.equal(own, other) for own, other in zip(*found, strict=True))

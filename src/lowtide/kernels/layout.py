@@ -353,6 +353,7 @@ class MaxPool(NamedTuple):
     """An item is a map. Of a pair of sizes the first is that of rows."""
 
     x: int
+    kind: int
     out: int
     places: int
     height: int
@@ -786,14 +787,16 @@ class MaxPoolScratch(NamedTuple):
     """float32."""
     place: int
     """32-bit integers."""
+    wide: int
+    """A row of values, float32."""
     end: int
 
 
 @_jitable  # type: ignore[untyped-decorator]
-def max_pool_scratch(columns: int) -> MaxPoolScratch:
+def max_pool_scratch(columns: int, width: int) -> MaxPoolScratch:
     """Of ``max_pool2d_with_indices``."""
     place = aligned(4 * columns)
-    return MaxPoolScratch(0, place, 2 * place)
+    return MaxPoolScratch(0, place, 2 * place, 2 * place + aligned(4 * width))
 
 
 class BandScratch(NamedTuple):

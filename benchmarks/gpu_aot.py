@@ -228,7 +228,7 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
         "dequantize_affine 3 bits sum, mask",
         numel,
         lambda: gpu.dequantize_affine(
-            *packed(3, 3136), (8, 64, 3136), 256, 3, mask, 5, torch.ones(64), torch.ones(64), x, mask
+            *packed(3, 3136), (8, 64, 3136), 256, 3, torch.float32, mask, 5, torch.ones(64), torch.ones(64), x, mask
         ),
     )
     yield "block_means float32", numel, lambda: gpu.block_means(x, maps, 8, torch.float32)

@@ -1664,11 +1664,12 @@ CALLS = {
         for s in (None, _mask)
     ],
     "dequantize_affine": [
-        (*reference.quantize_channels(_flat, g, 16, 2, 1, False), g, 16, 2, s, k, torch.ones(6), torch.ones(6), o, s)
+        (*reference.quantize_channels(_flat, g, 16, 2, 1, False), g, 16, 2, d, s, k, *[torch.ones(6)] * 2, o, s)
+        for d in FLOATS
         for g in ((20, 6, 1), (1, 6, 20))
         for s in (None, _mask)
         for k in (None, 1)
-        for o in (None, _flat)
+        for o in (None, _flat.to(d))
     ],
     "norm_backward": [
         (_flat, None, *_tiles, (20, 6, 1), (), 0, 0, 16, 2, 1, torch.ones(6), torch.ones(6), w)

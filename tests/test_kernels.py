@@ -424,7 +424,7 @@ def test_the_reference_waits_for_no_device() -> None:
             parts = reference.quantize_channels(x, (64, 8, 1), 60, 2, 3, True, levels, mask)
             reference.dequantize_channels(*parts, (64, 8, 1), 60, 2, torch.float16, mask, levels, key)
         scaled = ((64, 8, 1), x[:8], x[:8], x, mask)
-        reference.dequantize_affine(*parts, (64, 8, 1), 60, 2, mask, 3, *scaled[1:])
+        reference.dequantize_affine(*parts, (64, 8, 1), 60, 2, torch.float16, mask, 3, *scaled[1:])
         reference.rebuild_affine(x.clone(), *scaled)
         reference.norm_backward(x, None, *parts, (64, 8, 1), (), 0, 0, 60, 2, 3, x[:8], x[:8], x[:8])
         reference.spread_blocks(reference.block_means(x, (2, 1, 16, 16, 1), 3, x.dtype), (2, 1, 16, 16, 1), 3, x.dtype)
@@ -687,27 +687,30 @@ def test_affine_in_threads(threads: int) -> None:
             check_affine(x, geometry, other, reference.pack_band(other, 0.0, INF, False, True))
 
 
-def check_scaled(geometry: tuple[int, int, int], group: int, bits: int, dither: bool, has: int) -> None:
+def check_scaled(
+    geometry: tuple[int, int, int], group: int, bits: int, dither: bool, has: int, dtype: torch.dtype = torch.float32
+) -> None:
     """``has`` are bits: support of the source, an addend, a mask of the result."""
-    x, other = (sample(math.prod(geometry), torch.float32, seed) for seed in (3, 4))
+    x, other = (sample(math.prod(geometry), dtype, seed) for seed in (3, 4))
     mask, positive = reference.pack_band(other, 0.0, INF, False, True), bool(has & 1)
     support = torch.zeros_like(mask) if positive else None
     codes, side = reference.quantize_channels(x, geometry, group, bits, 77, positive, None, support)
     scale, shift = sample(geometry[1], torch.float32, 1), sample(geometry[1], torch.float32, 2)
     key, addend = 77 if dither else None, other if has & 2 else None
-    given = (codes, side, geometry, group, bits, support, key, scale, shift, addend, mask if has & 4 else None)
-    truth = reference.dequantize_channels(codes, side, geometry, group, bits, torch.float32, support, None, key)
+    given = (codes, side, geometry, group, bits, dtype, support, key, scale, shift, addend, mask if has & 4 else None)
+    truth = reference.dequantize_channels(codes, side, geometry, group, bits, dtype, support, None, key)
     reference.rebuild_affine(truth, geometry, scale, shift, addend, given[-1])
     assert_same(reference.dequantize_affine(*given), truth, ("reference", *given[2:5]))
     assert_same(ops.dequantize_affine(*given), truth, given[2:5])
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_affine_of_codes(bits: int) -> None:
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_affine_of_codes(bits: int, dtype: torch.dtype) -> None:
     for geometry in ((1, 1, 1), (2, 3, 784), (3, 5, 256), (2, 3, 1000), (700, 13, 1), (6, 5, 49)):
         for has in range(8):
-            check_scaled(geometry, 256, bits, dither=bool(has & 1) != bool(bits & 1), has=has)
-    check_scaled((3, 5, 97), 32, bits, dither=True, has=7)
+            check_scaled(geometry, 256, bits, dither=bool(has & 1) != bool(bits & 1), has=has, dtype=dtype)
+    check_scaled((3, 5, 97), 32, bits, dither=True, has=7, dtype=dtype)
 
 
 def test_affine_of_codes_in_threads(threads: int) -> None:
@@ -1075,7 +1078,7 @@ def test_every_operator_is_compiled() -> None:
         ops.range_energy(x, 16, 8, False)
         ops.rebuild_affine(x.clone(), (2, 2, 4), x[:2], x[:2], None, None)
         runs = ops.quantize_channels(x, (1, 2, 8), 8, 2, 0, False)
-        ops.dequantize_affine(*runs, (1, 2, 8), 8, 2, None, None, x[:2], x[:2], None, None)
+        ops.dequantize_affine(*runs, (1, 2, 8), 8, 2, torch.float32, None, None, x[:2], x[:2], None, None)
         ops.norm_backward(x, None, *runs, (1, 2, 8), (), 0, 0, 8, 2, None, x[:2], x[:2], None)
         ops.norm_backward_(x.clone(), None, *runs, (1, 2, 8), (), 0, 0, 8, 2, None, x[:2], x[:2], None)
         ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)

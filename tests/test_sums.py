@@ -645,8 +645,9 @@ def test_sizes_without_data_are_those_of_a_real_run():
     assert sum("Add of" in row.why for row in real.sites) == 2
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_rebuilding_from_codes_in_one_pass_changes_no_bit(memory_format, monkeypatch):
+def test_rebuilding_from_codes_in_one_pass_changes_no_bit(memory_format, half, monkeypatch):
     """With a residual sum and a ReLU behind it, from groups that follow channels."""
 
     class Net(nn.Module):
@@ -667,7 +668,8 @@ def test_rebuilding_from_codes_in_one_pass_changes_no_bit(memory_format, monkeyp
     def gradients(decode_scaled):
         monkeypatch.setattr(GroupQuant, "decode_scaled", decode_scaled)
         twin = copy.deepcopy(model)
-        with lowtide.compress(twin, GroupQuant(4, layout="channel", dither=True), derive=True, min_numel=1, seed=3):
+        session = lowtide.compress(twin, GroupQuant(4, layout="channel", dither=True), derive=True, min_numel=1, seed=3)
+        with session, torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = twin(x.clone(memory_format=memory_format)).square().sum()
         loss.backward()
         return [p.grad for p in twin.parameters()]

@@ -146,11 +146,11 @@ class GroupQuant(Codec):
         """
         meta, (codes, side) = packed.meta, packed.buffers
         geometry = self._channels(layout_of(meta.shape, meta.stride))
-        if geometry is None or self.levels is not None or meta.dtype != torch.float32:
+        if geometry is None or self.levels is not None:
             return None
         key = packed.key if self.dither else None
         flat = ops.dequantize_affine(
-            codes, side, geometry, self.group, self.bits, support, key, scale, shift, other, mask
+            codes, side, geometry, self.group, self.bits, meta.dtype, support, key, scale, shift, other, mask
         )  # fmt: skip
         return flat.as_strided(meta.shape, meta.stride)
 

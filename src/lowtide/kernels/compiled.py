@@ -228,6 +228,18 @@ def _widen_run(source: int, target: int, n: int, kind: int) -> None:
 
 
 @_plain
+def _round_run(values: int, n: int, kind: int) -> None:
+    """Values become the nearest of a 16-bit type."""
+    v = _pointer(values, types.float32)
+    if kind == BFLOAT16:
+        for i in range(n):
+            v[i] = _widen(_narrow(v[i], BFLOAT16), BFLOAT16)
+    else:
+        for i in range(n):
+            v[i] = _widen(_narrow(v[i], FLOAT16), FLOAT16)
+
+
+@_plain
 def _narrow_run(source: int, target: int, n: int, kind: int) -> None:
     s, t = _pointer(source, types.float32), _pointer(target, types.uint16)
     if kind == BFLOAT16:
@@ -1983,16 +1995,25 @@ def _kernel_rebuild_affine(parameters: int, scratch: int, first: int, last: int)
 def _kernel_dequantize_affine(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _read(parameters, layout.DequantizeAffine)
     coding, key = Coding(p.codes, p.side, p.row, p.group, p.bits, 0), (p.key_low, p.key_high)
-    step, spare = layout.groups_at_once(p.group), scratch + layout.dequantize_groups_scratch(p.group).codes
+    step, room = layout.groups_at_once(p.group), layout.dequantize_affine_scratch(p.group)
     for g in range(first, last, step):
         stop = min(g + step, last)
         start = _start(g, p.row, p.group)
-        values, n = p.out + 4 * start, _start(stop, p.row, p.group) - start
-        _decode(coding, p.dither, key, values, g, stop, spare)
+        n = _start(stop, p.row, p.group) - start
+        values, other = p.out + 4 * start, p.other + 4 * start
+        if p.kind != FLOAT32:
+            values, other = scratch + room.wide, scratch + room.other
+        _decode(coding, p.dither, key, values, g, stop, scratch + room.codes)
         if p.support:
             _copy_run(values, values, n, p.support, start)
+        if p.kind != FLOAT32:
+            _round_run(values, n, p.kind)
+            if p.other:
+                _widen_run(p.other + 2 * start, other, n, p.kind)
         _scale_shift(values, n, start, p.channels, p.row, p.scale, p.shift)
-        _add_and_mask(values, n, p.other + 4 * start if p.other else 0, p.mask, start)
+        _add_and_mask(values, n, other if p.other else 0, p.mask, start)
+        if p.kind != FLOAT32:
+            _narrow_run(values, p.out + 2 * start, n, p.kind)
 
 
 @_plain

@@ -855,6 +855,7 @@ def dequantize_affine(
     geometry: Sequence[int],
     group: int,
     bits: int,
+    dtype: torch.dtype,
     support: Tensor | None,
     key: int | None,
     scale: Tensor,
@@ -864,20 +865,22 @@ def dequantize_affine(
 ) -> Tensor:
     """See the reference."""
     _, channels, inner = geometry
-    numel = math.prod(geometry)
+    kind, numel = KINDS.get(dtype), math.prod(geometry)
     sizes = _sizes(numel, inner, group, bits) if numel and channel_step(inner, group) == 1 else None
     if (
-        sizes is None
+        kind is None
+        or sizes is None
         or not _packed(codes, side, support, numel, sizes)
-        or not _fit_affine(numel, channels, scale, shift, torch.float32, other, mask)
+        or not _fit_affine(numel, channels, scale, shift, dtype, other, mask)
     ):  # groups of several samples, or what the reference refuses
-        out = dequantize_channels(codes, side, geometry, group, bits, torch.float32, support, None, key)
+        out = dequantize_channels(codes, side, geometry, group, bits, dtype, support, None, key)
         rebuild_affine(out, geometry, scale, shift, other, mask)
         return out
-    out = torch.empty(numel)
+    out = torch.empty(numel, dtype=dtype)
     group = min(group, inner)
     record = layout.DequantizeAffine(
         out=out.data_ptr(),
+        kind=kind,
         codes=codes.data_ptr(),
         side=side.data_ptr(),
         row=inner,
@@ -891,7 +894,7 @@ def dequantize_affine(
         other=_address(other),
         mask=_address(mask),
     )
-    _run("dequantize_affine", sizes[0], numel, _bytes(layout.dequantize_groups_scratch, group), record)
+    _run("dequantize_affine", sizes[0], numel, _bytes(layout.dequantize_affine_scratch, group), record)
     return out
 
 

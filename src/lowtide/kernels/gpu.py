@@ -592,6 +592,7 @@ def dequantize_affine(
     geometry: Sequence[int],
     group: int,
     bits: int,
+    dtype: torch.dtype,
     support: Tensor | None,
     key: int | None,
     scale: Tensor,
@@ -599,7 +600,11 @@ def dequantize_affine(
     other: Tensor | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """See the reference."""
+    """See the reference. To 16 bits in two passes."""
+    if dtype != torch.float32:
+        out = dequantize_channels(codes, side, geometry, group, bits, dtype, support, None, key)
+        rebuild_affine(out, geometry, scale, shift, other, mask)
+        return out
     numel = math.prod(geometry)
     rows = numel > 0 and group > 0 and channel_step(geometry[2], group) == 1
     fits = _groups_fit(numel, geometry[2], group, bits) if rows else _channels_fit(numel, geometry, group, bits)
@@ -612,14 +617,14 @@ def dequantize_affine(
         or (other is not None and not _is(other, torch.float32, numel))
         or (mask is not None and not _is(mask, torch.uint8, -(-numel // 8)))
     ):
-        given = (codes, side, geometry, group, bits, support, key, scale, shift, other, mask)
+        given = (codes, side, geometry, group, bits, dtype, support, key, scale, shift, other, mask)
         found: Tensor = _refer("dequantize_affine", *given)
         return found
     groups = _Groups(numel, geometry[2], group, bits, None if rows else geometry)
     groups.channels = geometry[1]
     with _guard(codes):
         affine = (scale, shift, other, mask)
-        return _dequantize(codes, side, groups, torch.float32, support, None, key, affine=affine)
+        return _dequantize(codes, side, groups, dtype, support, None, key, affine=affine)
 
 
 def norm_backward(

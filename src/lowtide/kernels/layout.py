@@ -73,6 +73,7 @@ class DequantizeAffine(NamedTuple):
     """An item is a group, and a row belongs to one channel."""
 
     out: int
+    kind: int
     codes: int
     side: int
     row: int
@@ -596,6 +597,23 @@ def dequantize_groups_scratch(group: int) -> DequantizeScratch:
     """See :class:`DequantizeScratch`."""
     wide = aligned(group + 8)
     return DequantizeScratch(0, wide, wide + 4 * max(group, BATCH))
+
+
+class DequantizeAffineScratch(NamedTuple):
+    """As :class:`DequantizeScratch`."""
+
+    codes: int
+    wide: int
+    other: int
+    """What is added to a batch, as float32."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def dequantize_affine_scratch(group: int) -> DequantizeAffineScratch:
+    """Of ``dequantize_affine``."""
+    room = dequantize_groups_scratch(group)
+    return DequantizeAffineScratch(room.codes, room.wide, room.end, 2 * room.end - room.wide)
 
 
 class ChannelsScratch(NamedTuple):

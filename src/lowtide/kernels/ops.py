@@ -73,8 +73,8 @@ SCHEMAS = {
     "uncast_groups": "(Tensor values, Tensor scale, int row, int group, ScalarType dtype) -> Tensor",
     "block_means": "(Tensor x, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "spread_blocks": "(Tensor low, int[] geometry, int block, ScalarType dtype) -> Tensor",
-    "dequantize_affine": "(Tensor codes, Tensor side, int[] geometry, int group, int bits, Tensor? support, int? key,"
-    " Tensor scale, Tensor shift, Tensor? other, Tensor? mask) -> Tensor",
+    "dequantize_affine": "(Tensor codes, Tensor side, int[] geometry, int group, int bits, ScalarType dtype,"
+    " Tensor? support, int? key, Tensor scale, Tensor shift, Tensor? other, Tensor? mask) -> Tensor",
     "rebuild_affine": "(Tensor(a!) x, int[] geometry, Tensor scale, Tensor shift, Tensor? other,"
     " Tensor? support) -> ()",
     "norm_backward": "(Tensor grad, Tensor? low, Tensor codes, Tensor side, int[] geometry, int[] frame, int block,"
@@ -278,6 +278,7 @@ def _fake_dequantize_affine(
     geometry: Sequence[int],
     group: int,
     bits: int,
+    dtype: torch.dtype,
     support: Tensor | None,
     key: int | None,
     scale: Tensor,
@@ -285,7 +286,7 @@ def _fake_dequantize_affine(
     other: Tensor | None,
     mask: Tensor | None,
 ) -> Tensor:
-    return codes.new_empty(_numel(geometry), dtype=torch.float32)
+    return codes.new_empty(_numel(geometry), dtype=dtype)
 
 
 @_fake

@@ -780,6 +780,7 @@ def dequantize_affine(
     geometry: Sequence[int],
     group: int,
     bits: int,
+    dtype: torch.dtype,
     support: Tensor | None,
     key: int | None,
     scale: Tensor,
@@ -787,8 +788,8 @@ def dequantize_affine(
     other: Tensor | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """:func:`dequantize_channels` to float32, then :func:`rebuild_affine` with ``mask`` for its ``support``."""
-    out = dequantize_channels(codes, side, geometry, group, bits, torch.float32, support, None, key)
+    """:func:`dequantize_channels`, then :func:`rebuild_affine` with ``mask`` for its ``support``."""
+    out = dequantize_channels(codes, side, geometry, group, bits, dtype, support, None, key)
     rebuild_affine(out, geometry, scale, shift, other, mask)
     return out
 

@@ -256,7 +256,7 @@ def _scaled(affine: Affine, source: Reference, other: Tensor | None, mask: Tenso
     """``scale * x + shift`` of a source, plus ``other``, and zero where ``mask`` says so."""
     scale, shift = affine
     packed, support = _stored(source)
-    if packed is not None and type(packed.codec) is GroupQuant and (other is None or other.dtype == torch.float32):
+    if packed is not None and type(packed.codec) is GroupQuant and (other is None or other.dtype == source.meta.dtype):
         flat = None if other is None else other.as_strided((other.numel(),), (1,))
         made = packed.codec.decode_scaled(packed, scale, shift, flat, support, mask)
         if made is not None:

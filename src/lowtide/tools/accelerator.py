@@ -158,7 +158,9 @@ def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         yield "rebuild_affine", label, (x, (64, 16, 49), torch.randn(16), torch.randn(16), x.flip(0), mask)
     tiles = reference.quantize_channels(_awkward(torch.float32), (64, 16, 49), 256, 3, 5, False)
     scale, other = torch.randn(16), torch.randn(numel)
-    yield "dequantize_affine", "3 bits", (*tiles, (64, 16, 49), 256, 3, None, 5, scale, scale.flip(0), other, mask)
+    for dtype in FLOATS:
+        rest = (None, 5, scale, scale.flip(0), other.to(dtype), mask)
+        yield "dequantize_affine", f"3 bits {dtype}", (*tiles, (64, 16, 49), 256, 3, dtype, *rest)
     norm = (scale, scale.abs() + 0.1, scale.flip(0))
     for name in ("norm_backward", "norm_backward_"):
         yield name, "3 bits", (other, None, *tiles, (64, 16, 49), (), 0, 0, 256, 3, 5, *norm)

@@ -254,7 +254,7 @@ TASKS = {
         title="CIFAR-10, six convolutions, 3 epochs",
         epochs=3,
         arms={
-            **{EXACT: 12, NULL: 12, FINE: 8},
+            **{EXACT: 14, NULL: 14, FINE: 8},
             **{"auto": 12, "auto, 2 bits": 3, "auto, 2.3 bits": 12, "auto, 4 bits": 3},
             **{"division": 3, "division, guarded": 3, "division, 4 bits": 3, "actnn": 3, "actnn, guarded": 3},
             **{"blpa": 3, "pool": 3},
@@ -289,7 +289,7 @@ TASKS = {
     "imdb": Task(
         title="IMDB reviews, transformer from scratch, 3 epochs",
         epochs=3,
-        arms=dict.fromkeys((EXACT, "auto, 4 bits", "auto, 2 bits", "gact, 4 bits", "gact, 2 bits"), 2),
+        arms={**dict.fromkeys((EXACT, NULL, "auto", "auto, 2 bits"), 4), "gact, 4 bits": 2, "gact, 2 bits": 2},
         build=functools.partial(nets.TextClassifier, data.VOCABULARY, TOKENS, width=64, heads=2, layers=2),
         load=lambda seed: Samples(data.imdb(TOKENS), 64, words),
         optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.05),

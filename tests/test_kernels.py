@@ -221,6 +221,13 @@ def test_channels(dtype: torch.dtype, positive: bool) -> None:
             check_channels(special(dtype), geometry, 64, bits, positive)
 
 
+@pytest.mark.parametrize("bits", [1, 3, 5, 7])
+def test_planes_of_single_bits_that_are_not_even(bits: int) -> None:
+    for inner in (124, 128, 132, 140, 196, 198, 248, 252):
+        for dtype in FLOATS:
+            check_channels(sample(2 * 3 * inner, dtype), (2, 3, inner), 256, bits, dtype is torch.float32)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_channels_in_threads(threads: int, dtype: torch.dtype) -> None:
     for geometry in ((3000, 40, 1), (70, 35, 49), (600, 17, 9)):

@@ -357,6 +357,9 @@ def _threshold(word: Any, base: Any, bits: int) -> Any:
 
 # A compiler finds these vectors only where lanes have a known length, and takes long. A hash serves a value of each
 # lane. Planes are *even* if each lane has its own bytes or bits of them: then codes need not be spread to bytes first.
+# *Mixed* ones are even but for that of single bits, and with *loose* ones all codes are spread.
+
+LOOSE, MIXED, EVEN = 0, 1, 2
 
 _SIXTEEN = 16  # values of a vector; a compiler may divide it
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -452,27 +455,79 @@ def _fill_even(
             where = builder.add(values, _times(builder, place, 4))
             found.append(_codes_of(builder, width, where, lane, later, *rest))
 
-        def store(parts: list[Any], *address: Any) -> None:
-            _store(builder, builder.trunc(reduce(builder.or_, parts), _BYTES), *address)
-
         for place, four in zip(places, found, strict=True):
-            first = builder.add(codes, place)
-            if width == 8:
-                for k in range(4):
-                    store([four[k]], first, _times(builder, lane, k))
-            if width & 4:
-                for k in range(2):
-                    parts = [_bits_from(builder, four[k + 2 * i], 0, 4, 4 * i) for i in range(2)]
-                    store(parts, first, _times(builder, lane, k))
-            if width & 2:
-                parts = [_bits_from(builder, four[k], width & 4, 2, 2 * k) for k in range(4)]
-                store(parts, first, _times(builder, lane, (width & 4) // 2))
+            _store_planes(builder, four, width, builder.add(codes, place), lane)
         if width & 1:
             parts = [_bits_from(builder, found[i][k], width & 6, 1, 2 * k + i) for k in range(4) for i in range(2)]
-            store(parts, codes, _times(builder, lane, (width & 6) // 2))
+            _store_bytes(builder, parts, codes, _times(builder, lane, (width & 6) // 2))
         return context.get_dummy_value()
 
     return types.void(*_FILL, bits), generate
+
+
+@_intrinsic
+def _fill_mixed(
+    typing: Any, values: Any, codes: Any, lane: Any, h: Any, base: Any, low: Any, inverse: Any, spare: Any, bits: Any
+) -> Any:
+    """The same into planes that are even but for that of single bits, whose bits go to ``spare``, a byte each."""
+    width = bits.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, codes, lane, *rest, spare, _ = arguments
+        four = _codes_of(builder, width, values, lane, *rest)
+        _store_planes(builder, four, width, codes, lane)
+        for k in range(4):
+            _store_bytes(builder, [_bits_from(builder, four[k], width & 6, 1, 0)], spare, _times(builder, lane, k))
+        return context.get_dummy_value()
+
+    return types.void(*_FILL, types.int64, bits), generate
+
+
+def _store_bytes(builder: Any, parts: list[Any], *address: Any) -> None:
+    _store(builder, builder.trunc(reduce(builder.or_, parts), _BYTES), *address)
+
+
+def _store_planes(builder: Any, four: list[Any], width: int, codes: Any, lane: Any) -> None:
+    """Code that puts the codes of sixteen values in each lane into even planes, but for single bits."""
+    if width == 8:
+        for k in range(4):
+            _store_bytes(builder, [four[k]], codes, _times(builder, lane, k))
+    if width & 4:
+        for k in range(2):
+            parts = [_bits_from(builder, four[k + 2 * i], 0, 4, 4 * i) for i in range(2)]
+            _store_bytes(builder, parts, codes, _times(builder, lane, k))
+    if width & 2:
+        parts = [_bits_from(builder, four[k], width & 4, 2, 2 * k) for k in range(4)]
+        _store_bytes(builder, parts, codes, _times(builder, lane, (width & 4) // 2))
+
+
+@_intrinsic
+def _pack_sixteen(typing: Any, bits: Any, size: Any, out: Any) -> Any:
+    """Sixteen bytes of a plane of single bits, which has ``size`` bytes, from bits of a byte each."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits, size, out = arguments
+        found = [_load(builder, _BYTES, bits, _times(builder, size, k)) for k in range(8)]
+        parts = [builder.shl(byte, ir.Constant(_BYTES, [k] * _SIXTEEN)) for k, byte in enumerate(found)]
+        _store(builder, reduce(builder.or_, parts), out)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@_intrinsic
+def _unpack_sixteen(typing: Any, packed: Any, size: Any, out: Any) -> Any:
+    """The other way round."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        packed, size, out = arguments
+        byte = _load(builder, _BYTES, packed)
+        for k in range(8):
+            bit = builder.lshr(byte, ir.Constant(_BYTES, [k] * _SIXTEEN))
+            _store(builder, builder.and_(bit, ir.Constant(_BYTES, [1] * _SIXTEEN)), out, _times(builder, size, k))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 def _wide(builder: Any, *address: Any) -> Any:
@@ -499,7 +554,7 @@ def _even_codes(builder: Any, codes: Any, lane: Any, late: Any, bits: int) -> li
         plane = builder.lshr(plane, _same(builder, builder.trunc(late, _WORD)))
         for k in range(4):
             parts[k].append(_bits_from(builder, plane, 2 * k, 1, bits & 6))
-    return [reduce(builder.or_, part) for part in parts]
+    return [reduce(builder.or_, part, _all(0)) for part in parts]
 
 
 def _store_levels(builder: Any, steps: Any, low: Any, step: Any, *address: Any) -> None:
@@ -544,22 +599,29 @@ def _undither(
     base: Any,
     low: Any,
     step: Any,
-    even: Any,
+    planes: Any,
     bits: Any,
 ) -> Any:
-    """Sixteen values of each lane less their thresholds, from even planes or from codes of a byte each."""
-    width, planes = bits.literal_value, bits.literal_value if even.literal_value else 8
+    """Sixteen values of each lane less their thresholds, from even planes or from codes of a byte each.
+
+    Of mixed planes ``late`` is the address of the single bits, a byte each.
+    """
+    width, kind = bits.literal_value, planes.literal_value
+    even = {EVEN: width, MIXED: width & 6, LOOSE: 8}[kind]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         codes, values, lane, late, h, base, low, step, _, _ = arguments
         half = ir.Constant(_FLOATS, [2**width + 0.5] * _SIXTEEN)
         thresholds = _thresholds_of(builder, h, base, width)
-        for k, code in enumerate(_even_codes(builder, codes, lane, late, planes)):
+        for k, code in enumerate(_even_codes(builder, codes, lane, late, even)):
+            if kind == MIXED:
+                bit = _wide(builder, late, _times(builder, lane, k))
+                code = builder.or_(code, builder.shl(bit, _all(even)))
             steps = builder.fsub(builder.fadd(builder.sitofp(code, _FLOATS), half), thresholds[k])
             _store_levels(builder, steps, low, step, values, _times(builder, lane, 4 * k))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4, *_FILL[3:], even, bits), generate
+    return types.void(*[types.int64] * 4, *_FILL[3:], planes, bits), generate
 
 
 # ---------------------------------------------------------------- codes of one group
@@ -691,9 +753,11 @@ def _warp(values: int, n: int, top: int, table: int, low: Any, inverse: Any, out
 
 
 @_inline
-def _are_even(n: int, bits: int) -> bool:
-    """Are the planes of a group even, and its lanes long enough for a vector?"""
-    return n == USUAL or (n & 3 == 0 and bits & 1 == 0 and n >= 4 * _SIXTEEN)
+def _planes(n: int, bits: int) -> int:
+    """How the planes of a group lie: only those are not ``LOOSE`` that are long enough for a vector."""
+    if n == USUAL or (n & 3 == 0 and bits & 1 == 0 and n >= 4 * _SIXTEEN):
+        return EVEN
+    return MIXED if n & 3 == 0 and n >= 8 * _SIXTEEN else LOOSE
 
 
 @_inline
@@ -707,13 +771,25 @@ def _whole(n: int) -> int:
 def _fill_lanes(
     values: int, n: int, h: Any, base: Any, low: Any, inverse: Any, codes: int, spare: int, bits: int
 ) -> None:
-    """Codes into even planes, or those of all four lanes to ``spare``. The last vector may repeat what was done."""
-    if _are_even(n, bits):
+    """Codes into their planes, or those of all four lanes to ``spare``. The last vector may repeat what was done."""
+    planes = _planes(n, bits)
+    if planes == EVEN:
         lane = USUAL >> 2 if n == USUAL else n >> 2
         end = lane >> 1 if bits & 1 else lane
         for first in range(0, end, _SIXTEEN):
             j = min(first, end - _SIXTEEN)
             _fill_even(values + 4 * j, codes + j, lane, U32(h + U32(j) * _GOLDEN), base, low, inverse, bits)
+        return
+    if bits & 1 and planes == MIXED:
+        lane, size = n >> 2, (n + 7) >> 3
+        _store64(spare + n, U64(0))
+        for first in range(0, lane, _SIXTEEN):
+            j = min(first, lane - _SIXTEEN)
+            later = U32(h + U32(j) * _GOLDEN)
+            _fill_mixed(values + 4 * j, codes + j, lane, later, base, low, inverse, spare + j, bits)
+        for first in range(0, size, _SIXTEEN):
+            j = min(first, size - _SIXTEEN)
+            _pack_sixteen(spare + j, size, codes + lane * (bits >> 1) + j)
         return
     lane, full = (n + 3) >> 2, _whole(n)
     for first in range(0, full, _SIXTEEN):
@@ -747,7 +823,7 @@ def _fill(
         _fill_lanes(values, n, h, base, low, inverse, codes, loose, 7)
     else:
         _fill_lanes(values, n, h, base, low, inverse, codes, loose, 8)
-    if _are_even(n, bits):
+    if _planes(n, bits) != LOOSE:
         return
     v, t = _pointer(values, types.float32), _pointer(loose, types.uint8)
     lane, full, top = (n + 3) >> 2, _whole(n), (1 << bits) - 1
@@ -917,13 +993,24 @@ def _decode_levels(codes: int, n: int, bits: int, table: int, low: Any, step: An
 def _decode_lanes(
     codes: int, values: int, n: int, low: Any, step: Any, dither: int, h: Any, base: Any, spare: int, bits: int
 ) -> None:
-    """From even planes, or those of all four lanes from ``spare``. The last vector may repeat what was done."""
-    if not _are_even(n, bits):
+    """From their planes, or those of all four lanes from ``spare``. The last vector may repeat what was done."""
+    planes = _planes(n, bits)
+    if bits & 1 and planes == MIXED:
+        lane, size = n >> 2, (n + 7) >> 3
+        for first in range(0, size, _SIXTEEN):
+            j = min(first, size - _SIXTEEN)
+            _unpack_sixteen(codes + lane * (bits >> 1) + j, size, spare + j)
+        for first in range(0, lane, _SIXTEEN):
+            j = min(first, lane - _SIXTEEN)
+            later = U32(h + U32(j) * _GOLDEN)
+            _undither(codes + j, values + 4 * j, lane, spare + j, later, base, low, step, MIXED, bits)
+        return
+    if planes != EVEN:
         lane, full = (n + 3) >> 2, _whole(n)
         for first in range(0, full, _SIXTEEN):
             j = min(first, full - _SIXTEEN)
             later = U32(h + U32(j) * _GOLDEN)
-            _undither(spare + j, values + 4 * j, lane, 0, later, base, low, step, 0, bits)
+            _undither(spare + j, values + 4 * j, lane, 0, later, base, low, step, LOOSE, bits)
         return
     lane = USUAL >> 2 if n == USUAL else n >> 2
     for first in range(0, lane, _SIXTEEN):
@@ -931,7 +1018,7 @@ def _decode_lanes(
         late = 1 if 2 * j >= lane else 0
         if dither:
             later = U32(h + U32(j) * _GOLDEN)
-            _undither(codes + j, values + 4 * j, lane, late, later, base, low, step, 1, bits)
+            _undither(codes + j, values + 4 * j, lane, late, later, base, low, step, EVEN, bits)
         else:
             _decode_even(codes + j, values + 4 * j, lane, late, low, step, bits)
 
@@ -941,11 +1028,11 @@ def _decode_group(
     codes: int, n: int, bits: int, low: Any, step: Any, dither: int, h: Any, values: int, spare: int
 ) -> None:
     """A group with even levels; with ``dither`` less the thresholds that ``h`` makes."""
-    even, loose, base = _are_even(n, bits), codes if bits == 8 else spare, _base(h, bits) if dither else U32(0)
-    if not even and bits < 8:
+    planes, loose, base = _planes(n, bits), codes if bits == 8 else spare, _base(h, bits) if dither else U32(0)
+    if bits < 8 and (planes == LOOSE or (planes == MIXED and not dither)):
         _unpack(codes, n, bits, spare)
     c, v = _pointer(loose, types.uint8), _pointer(values, types.float32)
-    if not even and not dither:
+    if planes != EVEN and not dither:
         for first in range(0, n if n >= _SIXTEEN else 0, _SIXTEEN):
             j = min(first, n - _SIXTEEN)
             _decode_loose(loose + j, values + 4 * j, low, step)
@@ -968,7 +1055,7 @@ def _decode_group(
         _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 7)
     else:
         _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 8)
-    if even:
+    if planes != LOOSE:
         return
     lane, half = (n + 3) >> 2, F32((1 << bits) + 0.5)
     for j in range(_whole(n), lane):
@@ -2030,8 +2117,9 @@ def _kernel_pack_band(parameters: int, scratch: int, first: int, last: int) -> N
     low, high, nan, room = I32(p.first), I32(p.last), p.nan != 0, layout.band_scratch()
     flags, wide = scratch + room.flags, scratch + room.wide
     f = _pointer(flags, types.uint8)
+    above_zero = low == 1 and high == 0x7F800000 and nan
     for tile in range(first, last):
-        n = min(TILE, p.numel - TILE * tile)
+        n, done, out = min(TILE, p.numel - TILE * tile), 0, p.out + (TILE >> 3) * tile
         if p.kind == BOOL:
             b = _pointer(p.x + TILE * tile, types.uint8)
             for i in range(n):
@@ -2041,13 +2129,16 @@ def _kernel_pack_band(parameters: int, scratch: int, first: int, last: int) -> N
             if p.kind != FLOAT32:
                 source = wide
                 _widen_run(p.x + 2 * TILE * tile, wide, n, p.kind)
+            if above_zero:  # a ReLU's band: a comparison gives the bits at once
+                done = n & ~7
+                _mark(source, done, out)
             v = _pointer(source, types.float32)
-            for i in range(n):
+            for i in range(done, n):
                 o = _order(v[i])
-                f[i] = U8((o >= low and o <= high) or (nan and (o > 0x7F800000 or o < -0x7F800001)))
-        for i in range(n, (n + 7) & ~7):
+                f[i - done] = U8((o >= low and o <= high) or (nan and (o > 0x7F800000 or o < -0x7F800001)))
+        for i in range(n - done, (n - done + 7) & ~7):
             f[i] = U8(0)
-        _pack_flags(flags, n, p.out + (TILE >> 3) * tile)
+        _pack_flags(flags, n - done, out + (done >> 3))
 
 
 @_inline

@@ -225,10 +225,12 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
         lambda: gpu.dequantize_groups(*packed(2), numel, sample, 256, 2, torch.float32, None, levels),
     )
     yield (
-        "dequantize_affine 3 bits sum, mask",
+        "rebuild_chain 3 bits sum, mask",
         numel,
-        lambda: gpu.dequantize_affine(
-            *packed(3, 3136), (8, 64, 3136), 256, 3, torch.float32, mask, 5, torch.ones(64), torch.ones(64), x, mask
+        lambda: gpu.rebuild_chain(
+            *([part] for part in packed(3, 3136)),
+            *((8, 64, 3136), 256, [3], torch.float32, [mask], [5], [True], [torch.ones(64)], [torch.ones(64)], x),
+            [mask],
         ),
     )
     yield "block_means float32", numel, lambda: gpu.block_means(x, maps, 8, torch.float32)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import codec_contract
 from codec_contract import bytes_of, same_bits
@@ -1663,12 +1664,15 @@ CALLS = {
         for o in (None, _flat.to(d))
         for s in (None, _mask)
     ],
-    "dequantize_affine": [
-        (*reference.quantize_channels(_flat, g, 16, 2, 1, False), g, 16, 2, d, s, k, *[torch.ones(6)] * 2, o, s)
+    "rebuild_chain": [
+        (
+            *([part] * 2 for part in reference.quantize_channels(_flat, g, 16, 2, 1, False)),
+            *(g, 16, [2, 2], d, [s, None], [1, 1], [k, True], *[[torch.ones(6)] * 2] * 2, o, [None, s]),
+        )
         for d in FLOATS
         for g in ((20, 6, 1), (1, 6, 20))
         for s in (None, _mask)
-        for k in (None, 1)
+        for k in (False, True)
         for o in (None, _flat.to(d))
     ],
     "norm_backward": [
@@ -1709,7 +1713,7 @@ def test_fakes_know_the_real_shapes(name: str) -> None:
     for args in CALLS[name]:
         real = _tuple(getattr(ops, name)(*args))
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-            fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in args]
+            fakes = tree_map_only(Tensor, lambda a: mode.from_tensor(a, static_shapes=True), args)
             fake = _tuple(getattr(ops, name)(*fakes))
         assert [(f.shape, f.dtype, f.stride()) for f in fake] == [(r.shape, r.dtype, r.stride()) for r in real]
 

@@ -218,9 +218,9 @@ def test_affine_rounds_each_operation() -> None:
 
 
 @pytest.mark.parametrize("geometry", [(2, 3, 784), (6, 5, 49), (300, 13, 1)], ids=str)
-def test_affine_of_codes(geometry: tuple[int, int, int]) -> None:
+def test_chain(geometry: tuple[int, int, int]) -> None:
     for has in (0, 7):
-        contract.check_scaled(geometry, 256, 3, dither=has == 7, has=has)
+        contract.check_chain(geometry, 256, [3, 4], dither=has == 7, has=has)
 
 
 @pytest.mark.parametrize("how", contract.NORMS)
@@ -506,6 +506,7 @@ def test_all_channels(dtype: torch.dtype, positive: bool) -> None:
 
 
 @full
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_all_affine_of_codes(bits: int) -> None:
-    contract.test_affine_of_codes(bits)
+def test_all_chains(bits: int, dtype: torch.dtype) -> None:
+    contract.test_chain(bits, dtype)

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -431,7 +431,9 @@ def test_the_reference_waits_for_no_device() -> None:
             parts = reference.quantize_channels(x, (64, 8, 1), 60, 2, 3, True, levels, mask)
             reference.dequantize_channels(*parts, (64, 8, 1), 60, 2, torch.float16, mask, levels, key)
         scaled = ((64, 8, 1), x[:8], x[:8], x, mask)
-        reference.dequantize_affine(*parts, (64, 8, 1), 60, 2, torch.float16, mask, 3, *scaled[1:])
+        one = [[part] for part in parts]
+        rest = (torch.float16, [mask], [3], [True], [x[:8]], [x[:8]], x.half(), [mask])
+        reference.rebuild_chain(*one, (64, 8, 1), 60, [2], *rest)
         reference.rebuild_affine(x.clone(), *scaled)
         reference.norm_backward(x, None, *parts, (64, 8, 1), (), 0, 0, 60, 2, 3, x[:8], x[:8], x[:8])
         reference.spread_blocks(reference.block_means(x, (2, 1, 16, 16, 1), 3, x.dtype), (2, 1, 16, 16, 1), 3, x.dtype)
@@ -694,35 +696,67 @@ def test_affine_in_threads(threads: int) -> None:
             check_affine(x, geometry, other, reference.pack_band(other, 0.0, INF, False, True))
 
 
-def check_scaled(
-    geometry: tuple[int, int, int], group: int, bits: int, dither: bool, has: int, dtype: torch.dtype = torch.float32
+def check_chain(
+    geometry: tuple[int, int, int],
+    group: int,
+    bits: Sequence[int],
+    dither: bool,
+    has: int,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """``has`` are bits: support of the source, an addend, a mask of the result."""
-    x, other = (sample(math.prod(geometry), dtype, seed) for seed in (3, 4))
-    mask, positive = reference.pack_band(other, 0.0, INF, False, True), bool(has & 1)
-    support = torch.zeros_like(mask) if positive else None
-    codes, side = reference.quantize_channels(x, geometry, group, bits, 77, positive, None, support)
-    scale, shift = sample(geometry[1], torch.float32, 1), sample(geometry[1], torch.float32, 2)
-    key, addend = 77 if dither else None, other if has & 2 else None
-    given = (codes, side, geometry, group, bits, dtype, support, key, scale, shift, addend, mask if has & 4 else None)
-    truth = reference.dequantize_channels(codes, side, geometry, group, bits, dtype, support, None, key)
-    reference.rebuild_affine(truth, geometry, scale, shift, addend, given[-1])
-    assert_same(reference.dequantize_affine(*given), truth, ("reference", *given[2:5]))
-    assert_same(ops.dequantize_affine(*given), truth, given[2:5])
+    """``has`` are bits: support of the sources, an addend, masks of the sums."""
+    other, positive, stages = sample(math.prod(geometry), dtype, 4), bool(has & 1), []
+    addend = other if has & 2 else None
+    truth = addend
+    for i, width in enumerate(bits):
+        x, key = sample(math.prod(geometry), dtype, 5 + i), 77 - 2**40 * i
+        mask = reference.pack_band(x.flip(0), 0.0, INF, False, True)
+        support = torch.zeros_like(mask) if positive else None
+        codes, side = reference.quantize_channels(x, geometry, group, width, key, positive, None, support)
+        scale, shift = (sample(geometry[1], torch.float32, 20 + 2 * i + j) for j in (0, 1))
+        dithered = dither == (i % 2 == 0)
+        stages.append((codes, side, width, support, key, dithered, scale, shift, mask if has & 4 else None))
+        own = key if dithered else None
+        made = reference.dequantize_channels(codes, side, geometry, group, width, dtype, support, None, own)
+        reference.rebuild_affine(made, geometry, scale, shift, truth, stages[-1][-1])
+        truth = made
+    codes, sides, widths, supports, keys, dithers, scales, shifts, masks = map(list, zip(*stages, strict=True))
+    given = (codes, sides, geometry, group, widths, dtype, supports, keys, dithers, scales, shifts, addend, masks)
+    assert_same(reference.rebuild_chain(*given), truth, ("reference", *given[2:5]))
+    assert_same(ops.rebuild_chain(*given), truth, given[2:5])
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_affine_of_codes(bits: int, dtype: torch.dtype) -> None:
+def test_chain(bits: int, dtype: torch.dtype) -> None:
     for geometry in ((1, 1, 1), (2, 3, 784), (3, 5, 256), (2, 3, 1000), (700, 13, 1), (6, 5, 49)):
         for has in range(8):
-            check_scaled(geometry, 256, bits, dither=bool(has & 1) != bool(bits & 1), has=has, dtype=dtype)
-    check_scaled((3, 5, 97), 32, bits, dither=True, has=7, dtype=dtype)
+            check_chain(geometry, 256, [bits], dither=bool(has & 1) != bool(bits & 1), has=has, dtype=dtype)
+            check_chain(geometry, 256, [bits, 9 - bits, 3], dither=bool(has & 1), has=has, dtype=dtype)
+    check_chain((3, 5, 97), 32, [bits, 2], dither=True, has=7, dtype=dtype)
 
 
-def test_affine_of_codes_in_threads(threads: int) -> None:
-    check_scaled((3, 7, 30_011), 256, 3, dither=True, has=7)
-    assert kernels.status()["dequantize_affine"] == "numba"
+def test_chain_in_threads(threads: int) -> None:
+    check_chain((3, 7, 30_011), 256, [3, 4, 2], dither=True, has=7)
+    check_chain((3, 7, 30_011), 256, [3, 5], dither=True, has=6, dtype=torch.bfloat16)
+    assert kernels.status()["rebuild_chain"] == "numba"
+
+
+def test_chain_without_stages_raises() -> None:
+    for rebuild in (reference.rebuild_chain, ops.rebuild_chain):
+        with pytest.raises(RuntimeError, match="no stages"):
+            rebuild([], [], (1, 1, 8), 8, [], torch.float32, [], [], [], [], [], torch.ones(8), [])
+
+
+def test_chain_with_parts_that_do_not_fit_raises() -> None:
+    x = sample(64, torch.float32)
+    codes, side = reference.quantize_channels(x, (2, 4, 8), 8, 2, 1, False)
+    good = [[codes] * 2, [side] * 2, (2, 4, 8), 8, [2, 2], torch.float32, [None] * 2, [1, 1], [True] * 2]
+    good += [[torch.ones(4)] * 2, [torch.ones(4)] * 2, torch.ones(64), [None] * 2]
+    ops.rebuild_chain(*good)
+    for place, wrong in ((0, [codes, codes[:3]]), (9, [torch.ones(4), torch.ones(3)]), (11, torch.ones(63))):
+        with pytest.raises((RuntimeError, IndexError)):
+            ops.rebuild_chain(*good[:place], wrong, *good[place + 1 :])
 
 
 @pytest.mark.parametrize("wrong", ["geometry", "scale", "shift", "other", "support"])
@@ -1085,7 +1119,8 @@ def test_every_operator_is_compiled() -> None:
         ops.range_energy(x, 16, 8, False)
         ops.rebuild_affine(x.clone(), (2, 2, 4), x[:2], x[:2], None, None)
         runs = ops.quantize_channels(x, (1, 2, 8), 8, 2, 0, False)
-        ops.dequantize_affine(*runs, (1, 2, 8), 8, 2, torch.float32, None, None, x[:2], x[:2], None, None)
+        rest = (torch.float32, [None], [0], [False], [x[:2]], [x[:2]], None, [None])
+        ops.rebuild_chain(*[[part] for part in runs], (1, 2, 8), 8, [2], *rest)
         ops.norm_backward(x, None, *runs, (1, 2, 8), (), 0, 0, 8, 2, None, x[:2], x[:2], None)
         ops.norm_backward_(x.clone(), None, *runs, (1, 2, 8), (), 0, 0, 8, 2, None, x[:2], x[:2], None)
         ops.uncast_groups(*ops.cast_groups(x, 16, 8, torch.float8_e4m3fn), 16, 8, torch.float32)

@@ -18,6 +18,7 @@ from lowtide import Choice, Plan, Site
 from lowtide.codecs import BlockMean, Cast, GroupQuant, Raw, TensorMeta
 from lowtide.policy.methods import Method
 from lowtide.policy.tuners.base import Tuner
+from lowtide.session import handles
 from lowtide.session.handles import Rebuilt
 
 # Ways to add, as networks write it. The last letter of a sum is what a ReLU gets.
@@ -336,18 +337,18 @@ class Held(Net):
 @pytest.mark.parametrize("bound", [4, 32])
 def test_a_chain_has_its_bound_in_any_order(bound, monkeypatch):
     nested = deepest = 0
-    decode = Rebuilt.decode
+    summed = Rebuilt._summed
 
     def counted(self, support):
         nonlocal nested, deepest
         nested += 1
         deepest = max(deepest, nested)
         try:
-            return decode(self, support)
+            return summed(self, support)
         finally:
             nested -= 1
 
-    monkeypatch.setattr(Rebuilt, "decode", counted)
+    monkeypatch.setattr(Rebuilt, "_summed", counted)
     model, x = Held(*(Block(8, 8) for _ in range(40))), torch.randn(4, 3, 2, 2)
     exact, _ = gradients(model, x, nullcontext())
     method = lowtide.compress(model, everything(model, x), min_numel=0) if bound == 32 else derived(model, Raw())
@@ -648,25 +649,25 @@ def test_sizes_without_data_are_those_of_a_real_run():
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_rebuilding_from_codes_in_one_pass_changes_no_bit(memory_format, half, monkeypatch):
-    """With a residual sum and a ReLU behind it, from groups that follow channels."""
+    """Two residual sums, one rebuilt from the other, with a ReLU behind each, from groups that follow channels."""
 
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(4))
-            self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+            self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(5))
+            self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(4))
 
         def forward(self, x):
             x = F.relu(self.norms[0](self.convs[0](x)))
             x = F.relu(self.norms[2](self.convs[2](x)) + self.norms[1](self.convs[1](x)))
-            return self.convs[3](x)
+            x = F.relu(x + self.norms[3](self.convs[3](x)))
+            return self.convs[4](x)
 
     torch.manual_seed(0)
     x, model = torch.randn(4, 4, 24, 24), Net().to(memory_format=memory_format)
-    one_pass, made = GroupQuant.decode_scaled, []
+    one_pass, lengths = handles.decode_chain, []
 
-    def gradients(decode_scaled):
-        monkeypatch.setattr(GroupQuant, "decode_scaled", decode_scaled)
+    def gradients():
         twin = copy.deepcopy(model)
         session = lowtide.compress(twin, GroupQuant(4, layout="channel", dither=True), derive=True, min_numel=1, seed=3)
         with session, torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -674,11 +675,13 @@ def test_rebuilding_from_codes_in_one_pass_changes_no_bit(memory_format, half, m
         loss.backward()
         return [p.grad for p in twin.parameters()]
 
-    def counted(*arguments):
-        made.append(one_pass(*arguments))
-        return made[-1]
+    def counted(stages, other):
+        lengths.append(len(stages))
+        return one_pass(stages, other)
 
-    found = gradients(counted)
-    assert len(made) >= 3
-    assert all(result is not None for result in made)
-    assert all(map(torch.equal, found, gradients(lambda *_: None)))
+    monkeypatch.setattr(handles, "decode_chain", counted)
+    found = gradients()
+    assert lengths == [3, 2, 1, 1]  # the last sum is made of the norms of both, and the first tensor is read twice
+    monkeypatch.setattr(handles, "is_link", lambda packed, after: False)
+    assert all(map(torch.equal, found, gradients()))
+    assert len(lengths) == 4

@@ -6,10 +6,11 @@ Both codecs here are unbiased: the mean of the decoded tensor over all keys is t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -131,29 +132,6 @@ class GroupQuant(Codec):
             )  # fmt: skip
         return flat.as_strided(meta.shape, meta.stride)
 
-    def decode_scaled(
-        self,
-        packed: Packed,
-        scale: Tensor,
-        shift: Tensor,
-        other: Tensor | None,
-        support: Tensor | None,
-        mask: Tensor | None,
-    ) -> Tensor | None:
-        """``scale * x + shift`` of the decoded tensor plus ``other``, and zero where ``mask`` says so: in one pass.
-
-        Each channel has a scale and a shift. None if it cannot be done so.
-        """
-        meta, (codes, side) = packed.meta, packed.buffers
-        geometry = self._channels(layout_of(meta.shape, meta.stride))
-        if geometry is None or self.levels is not None:
-            return None
-        key = packed.key if self.dither else None
-        flat = ops.dequantize_affine(
-            codes, side, geometry, self.group, self.bits, meta.dtype, support, key, scale, shift, other, mask
-        )  # fmt: skip
-        return flat.as_strided(meta.shape, meta.stride)
-
     def maps(self, meta: TensorMeta) -> tuple[int, int, int] | None:
         """(samples, channels, values of a map) if :meth:`norm_backward` is for such tensors."""
         return None if self.levels is not None else maps_of(meta)
@@ -211,6 +189,53 @@ class GroupQuant(Codec):
 
     def _channels(self, layout: Layout) -> tuple[int, int, int] | None:
         return channels_of(layout) if self.layout == "channel" else None
+
+
+class Stage(NamedTuple):
+    """A stored tensor, a scale and a shift for each of its channels, and the bits of the sum that are not zero."""
+
+    packed: Packed
+    support: Tensor | None
+    scale: Tensor
+    shift: Tensor
+    mask: Tensor | None
+
+
+def is_link(packed: Packed, after: Packed | None) -> bool:
+    """Can :func:`decode_chain` decode it, and in one pass with ``after``?"""
+    codec, meta = packed.codec, packed.meta
+    if type(codec) is not GroupQuant or codec.layout != "channel" or codec.levels is not None:
+        return False
+    if after is not None:
+        return meta == after.meta and codec.group == cast(GroupQuant, after.codec).group
+    return channels_of(layout_of(meta.shape, meta.stride)) is not None
+
+
+def decode_chain(stages: Sequence[Stage], other: Tensor | None) -> Tensor:
+    """``scale * x + shift`` of each decoded tensor, added up one after the other, in one pass over memory.
+
+    The sum begins with ``other``, and after each stage it is zero where the stage's mask says so. All tensors have the
+    same form and groups of the same length.
+    """
+    meta, codecs = stages[0].packed.meta, [cast(GroupQuant, stage.packed.codec) for stage in stages]
+    geometry = channels_of(layout_of(meta.shape, meta.stride))
+    assert geometry is not None
+    flat = ops.rebuild_chain(
+        [stage.packed.buffers[0] for stage in stages],
+        [stage.packed.buffers[1] for stage in stages],
+        geometry,
+        codecs[0].group,
+        [codec.bits for codec in codecs],
+        meta.dtype,
+        [stage.support for stage in stages],
+        [stage.packed.key for stage in stages],
+        [codec.dither for codec in codecs],
+        [stage.scale for stage in stages],
+        [stage.shift for stage in stages],
+        None if other is None else other.as_strided((meta.numel,), (1,)),
+        [stage.mask for stage in stages],
+    )
+    return flat.as_strided(meta.shape, meta.stride)
 
 
 def channels_of(layout: Layout) -> tuple[int, int, int] | None:

@@ -107,8 +107,9 @@ def like_torch(name: str) -> Callable[..., Any] | None:
 def _reference(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(reference, name)
 
-    def call(first: Tensor, *arguments: Any) -> Any:
-        _referred.add((first.device.type, name))
+    def call(first: Any, *arguments: Any) -> Any:
+        tensor: Tensor = first if isinstance(first, Tensor) else first[0]
+        _referred.add((tensor.device.type, name))
         return function(first, *arguments)
 
     return call

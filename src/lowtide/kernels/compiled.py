@@ -2078,29 +2078,40 @@ def _kernel_rebuild_affine(parameters: int, scratch: int, first: int, last: int)
             _narrow_run(values, p.x + 2 * begin, n, p.kind)
 
 
+_STAGE = 8 * len(layout.Stage._fields)
+
+
 @_kernel
-def _kernel_dequantize_affine(parameters: int, scratch: int, first: int, last: int) -> None:
-    p = _read(parameters, layout.DequantizeAffine)
-    coding, key = Coding(p.codes, p.side, p.row, p.group, p.bits, 0), (p.key_low, p.key_high)
-    step, room = layout.groups_at_once(p.group), layout.dequantize_affine_scratch(p.group)
+def _kernel_rebuild_chain(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _read(parameters, layout.RebuildChain)
+    step, room = layout.groups_at_once(p.group), layout.rebuild_chain_scratch(p.group)
     for g in range(first, last, step):
         stop = min(g + step, last)
         start = _start(g, p.row, p.group)
         n = _start(stop, p.row, p.group) - start
-        values, other = p.out + 4 * start, p.other + 4 * start
+        values, spare, before = scratch + room.wide, scratch + room.other, 0
+        if p.other and p.kind == FLOAT32:
+            before = p.other + 4 * start
+        elif p.other:
+            before = spare
+            _widen_run(p.other + 2 * start, before, n, p.kind)
+        for i in range(p.length):
+            stage, at_end = _read(p.stages + _STAGE * i, layout.Stage), i == p.length - 1
+            if at_end and p.kind == FLOAT32:
+                values = p.out + 4 * start
+            coding = Coding(stage.codes, stage.side, p.row, p.group, stage.bits, 0)
+            _decode(coding, stage.dither, (stage.key_low, stage.key_high), values, g, stop, scratch + room.codes)
+            if stage.support:
+                _copy_run(values, values, n, stage.support, start)
+            if p.kind != FLOAT32:
+                _round_run(values, n, p.kind)
+            _scale_shift(values, n, start, p.channels, p.row, stage.scale, stage.shift)
+            _add_and_mask(values, n, before, stage.mask, start)
+            if p.kind != FLOAT32 and not at_end:
+                _round_run(values, n, p.kind)
+            before, values, spare = values, spare, values
         if p.kind != FLOAT32:
-            values, other = scratch + room.wide, scratch + room.other
-        _decode(coding, p.dither, key, values, g, stop, scratch + room.codes)
-        if p.support:
-            _copy_run(values, values, n, p.support, start)
-        if p.kind != FLOAT32:
-            _round_run(values, n, p.kind)
-            if p.other:
-                _widen_run(p.other + 2 * start, other, n, p.kind)
-        _scale_shift(values, n, start, p.channels, p.row, p.scale, p.shift)
-        _add_and_mask(values, n, other if p.other else 0, p.mask, start)
-        if p.kind != FLOAT32:
-            _narrow_run(values, p.out + 2 * start, n, p.kind)
+            _narrow_run(before, p.out + 2 * start, n, p.kind)
 
 
 @_plain

@@ -849,52 +849,76 @@ def rebuild_affine(
     _run("rebuild_affine", -(-numel // TILE), numel, _bytes(layout.affine_scratch), record)
 
 
-def dequantize_affine(
-    codes: Tensor,
-    side: Tensor,
+def rebuild_chain(
+    codes: Sequence[Tensor],
+    sides: Sequence[Tensor],
     geometry: Sequence[int],
     group: int,
-    bits: int,
+    bits: Sequence[int],
     dtype: torch.dtype,
-    support: Tensor | None,
-    key: int | None,
-    scale: Tensor,
-    shift: Tensor,
+    supports: Sequence[Tensor | None],
+    keys: Sequence[int],
+    dithered: Sequence[bool],
+    scales: Sequence[Tensor],
+    shifts: Sequence[Tensor],
     other: Tensor | None,
-    mask: Tensor | None,
+    masks: Sequence[Tensor | None],
 ) -> Tensor:
     """See the reference."""
     _, channels, inner = geometry
     kind, numel = KINDS.get(dtype), math.prod(geometry)
-    sizes = _sizes(numel, inner, group, bits) if numel and channel_step(inner, group) == 1 else None
-    if (
-        kind is None
-        or sizes is None
-        or not _packed(codes, side, support, numel, sizes)
-        or not _fit_affine(numel, channels, scale, shift, dtype, other, mask)
-    ):  # groups of several samples, or what the reference refuses
-        out = dequantize_channels(codes, side, geometry, group, bits, dtype, support, None, key)
-        rebuild_affine(out, geometry, scale, shift, other, mask)
-        return out
-    out = torch.empty(numel, dtype=dtype)
-    group = min(group, inner)
-    record = layout.DequantizeAffine(
+    in_rows = kind is not None and numel > 0 and channel_step(inner, group) == 1
+    owned = [key if dither else None for key, dither in zip(keys, dithered, strict=True)]
+    stages = list(zip(codes, sides, bits, supports, owned, scales, shifts, masks, strict=True))
+    records = array("q")
+    for code, side, width, support, key, scale, shift, mask in stages if in_rows else ():
+        sizes = _sizes(numel, inner, group, width)
+        if (
+            sizes is None
+            or not _packed(code, side, support, numel, sizes)
+            or not _fit_affine(numel, channels, scale, shift, dtype, other, mask)
+        ):
+            break
+        records.extend(
+            layout.Stage(
+                codes=code.data_ptr(),
+                side=side.data_ptr(),
+                bits=width,
+                support=_address(support),
+                **_dither(key),
+                scale=scale.data_ptr(),
+                shift=shift.data_ptr(),
+                mask=_address(mask),
+            )
+        )
+    if not records or len(records) < len(stages) * len(layout.Stage._fields):
+        return _stage_by_stage(stages, geometry, group, dtype, other)
+    out, group = torch.empty(numel, dtype=dtype), min(group, inner)
+    record = layout.RebuildChain(
         out=out.data_ptr(),
-        kind=kind,
-        codes=codes.data_ptr(),
-        side=side.data_ptr(),
+        kind=KINDS[dtype],
         row=inner,
         group=group,
-        bits=bits,
-        support=_address(support),
-        **_dither(key),
         channels=channels,
-        scale=scale.data_ptr(),
-        shift=shift.data_ptr(),
         other=_address(other),
-        mask=_address(mask),
+        length=len(stages),
+        stages=records.buffer_info()[0],
     )
-    _run("dequantize_affine", sizes[0], numel, _bytes(layout.dequantize_affine_scratch, group), record)
+    groups = numel // inner * groups_in_row(inner, group)
+    _run("rebuild_chain", groups, numel * len(stages), _bytes(layout.rebuild_chain_scratch, group), record)
+    return out
+
+
+def _stage_by_stage(
+    stages: Sequence[tuple[Any, ...]], geometry: Sequence[int], group: int, dtype: torch.dtype, other: Tensor | None
+) -> Tensor:
+    """A chain of groups of several samples, or of what does not fit: then one of the operators raises."""
+    if not stages:
+        raise RuntimeError("a chain has no stages")
+    for code, side, width, support, key, scale, shift, mask in stages:
+        out = dequantize_channels(code, side, geometry, group, width, dtype, support, None, key)
+        rebuild_affine(out, geometry, scale, shift, other, mask)
+        other = out
     return out
 
 

@@ -586,7 +586,33 @@ def dequantize_channels(
         return _dequantize(codes, side, _Groups(numel, 0, group, bits, geometry), dtype, support, levels, key)
 
 
-def dequantize_affine(
+def rebuild_chain(
+    codes: Sequence[Tensor],
+    sides: Sequence[Tensor],
+    geometry: Sequence[int],
+    group: int,
+    bits: Sequence[int],
+    dtype: torch.dtype,
+    supports: Sequence[Tensor | None],
+    keys: Sequence[int],
+    dithered: Sequence[bool],
+    scales: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    other: Tensor | None,
+    masks: Sequence[Tensor | None],
+) -> Tensor:
+    """See the reference. A kernel for each stage."""
+    if not codes:
+        raise RuntimeError("a chain has no stages")
+    stages = zip(codes, sides, bits, supports, keys, dithered, scales, shifts, masks, strict=True)
+    for code, side, width, support, key, dither, scale, shift, mask in stages:
+        own = key if dither else None
+        other = _rebuild_stage(code, side, geometry, group, width, dtype, support, own, scale, shift, other, mask)
+    assert other is not None
+    return other
+
+
+def _rebuild_stage(
     codes: Tensor,
     side: Tensor,
     geometry: Sequence[int],
@@ -600,7 +626,7 @@ def dequantize_affine(
     other: Tensor | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """See the reference. To 16 bits in two passes."""
+    """One stage of a chain. To 16 bits in two passes."""
     if dtype != torch.float32:
         out = dequantize_channels(codes, side, geometry, group, bits, dtype, support, None, key)
         rebuild_affine(out, geometry, scale, shift, other, mask)
@@ -617,9 +643,10 @@ def dequantize_affine(
         or (other is not None and not _is(other, torch.float32, numel))
         or (mask is not None and not _is(mask, torch.uint8, -(-numel // 8)))
     ):
-        given = (codes, side, geometry, group, bits, dtype, support, key, scale, shift, other, mask)
-        found: Tensor = _refer("dequantize_affine", *given)
-        return found
+        note_fallback("rebuild_chain", codes.device.type)
+        out = reference.dequantize_channels(codes, side, geometry, group, bits, dtype, support, None, key)
+        reference.rebuild_affine(out, geometry, scale, shift, other, mask)
+        return out
     groups = _Groups(numel, geometry[2], group, bits, None if rows else geometry)
     groups.channels = geometry[1]
     with _guard(codes):

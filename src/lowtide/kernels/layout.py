@@ -69,28 +69,36 @@ class DequantizeGroups(NamedTuple):
     key_high: int
 
 
-class DequantizeAffine(NamedTuple):
+class RebuildChain(NamedTuple):
     """An item is a group, and a row belongs to one channel."""
 
     out: int
     kind: int
-    codes: int
-    side: int
     row: int
     group: int
+    channels: int
+    other: int
+    """What is added in the first stage."""
+    length: int
+    stages: int
+    """The address of ``length`` records."""
+
+
+class Stage(NamedTuple):
+    """Codes of a tensor that is scaled and added to what the stage before has left."""
+
+    codes: int
+    side: int
     bits: int
     support: int
     """Of the decoded values, before they are scaled."""
     dither: int
     key_low: int
     key_high: int
-    channels: int
     scale: int
     shift: int
-    other: int
-    """What is added."""
     mask: int
-    """Of the result."""
+    """Of the sum."""
 
 
 class QuantizeChannels(NamedTuple):
@@ -599,21 +607,21 @@ def dequantize_groups_scratch(group: int) -> DequantizeScratch:
     return DequantizeScratch(0, wide, wide + 4 * max(group, BATCH))
 
 
-class DequantizeAffineScratch(NamedTuple):
+class RebuildChainScratch(NamedTuple):
     """As :class:`DequantizeScratch`."""
 
     codes: int
     wide: int
     other: int
-    """What is added to a batch, as float32."""
+    """As ``wide``: a stage adds to the one what is in the other."""
     end: int
 
 
 @_jitable  # type: ignore[untyped-decorator]
-def dequantize_affine_scratch(group: int) -> DequantizeAffineScratch:
-    """Of ``dequantize_affine``."""
+def rebuild_chain_scratch(group: int) -> RebuildChainScratch:
+    """Of ``rebuild_chain``."""
     room = dequantize_groups_scratch(group)
-    return DequantizeAffineScratch(room.codes, room.wide, room.end, 2 * room.end - room.wide)
+    return RebuildChainScratch(room.codes, room.wide, room.end, 2 * room.end - room.wide)
 
 
 class ChannelsScratch(NamedTuple):

@@ -21,7 +21,6 @@ __all__ = [
     "cast_groups",
     "channel_pieces",
     "channel_sizes",
-    "dequantize_affine",
     "dequantize_blocks",
     "dequantize_channels",
     "dequantize_groups",
@@ -42,6 +41,7 @@ __all__ = [
     "quantize_samples",
     "range_energy",
     "rebuild_affine",
+    "rebuild_chain",
     "require_later",
     "row_bytes",
     "spread_blocks",
@@ -73,10 +73,11 @@ SCHEMAS = {
     "uncast_groups": "(Tensor values, Tensor scale, int row, int group, ScalarType dtype) -> Tensor",
     "block_means": "(Tensor x, int[] geometry, int block, ScalarType dtype) -> Tensor",
     "spread_blocks": "(Tensor low, int[] geometry, int block, ScalarType dtype) -> Tensor",
-    "dequantize_affine": "(Tensor codes, Tensor side, int[] geometry, int group, int bits, ScalarType dtype,"
-    " Tensor? support, int? key, Tensor scale, Tensor shift, Tensor? other, Tensor? mask) -> Tensor",
     "rebuild_affine": "(Tensor(a!) x, int[] geometry, Tensor scale, Tensor shift, Tensor? other,"
     " Tensor? support) -> ()",
+    "rebuild_chain": "(Tensor[] codes, Tensor[] sides, int[] geometry, int group, int[] bits, ScalarType dtype,"
+    " Tensor?[] supports, int[] keys, bool[] dithered, Tensor[] scales, Tensor[] shifts, Tensor? other,"
+    " Tensor?[] masks) -> Tensor",
     "norm_backward": "(Tensor grad, Tensor? low, Tensor codes, Tensor side, int[] geometry, int[] frame, int block,"
     " int row, int group, int bits, int? key, Tensor mean, Tensor invstd, Tensor? weight) -> (Tensor, Tensor, Tensor)",
     "norm_backward_": "(Tensor(a!) grad, Tensor? low, Tensor codes, Tensor side, int[] geometry, int[] frame,"
@@ -272,21 +273,11 @@ def _fake_rebuild_affine(
 
 
 @_fake
-def _fake_dequantize_affine(
-    codes: Tensor,
-    side: Tensor,
-    geometry: Sequence[int],
-    group: int,
-    bits: int,
-    dtype: torch.dtype,
-    support: Tensor | None,
-    key: int | None,
-    scale: Tensor,
-    shift: Tensor,
-    other: Tensor | None,
-    mask: Tensor | None,
+def _fake_rebuild_chain(
+    codes: Sequence[Tensor], sides: Sequence[Tensor], geometry: Sequence[int], *rest: Any
 ) -> Tensor:
-    return codes.new_empty(_numel(geometry), dtype=dtype)
+    dtype: torch.dtype = rest[2]
+    return codes[0].new_empty(_numel(geometry), dtype=dtype)
 
 
 @_fake
@@ -370,7 +361,7 @@ uncast_groups: Callable[[Tensor, Tensor, int, int, torch.dtype], Tensor] = _name
 block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.block_means.default
 spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.spread_blocks.default
 rebuild_affine: Callable[..., None] = _namespace.rebuild_affine.default
-dequantize_affine: Callable[..., Tensor] = _namespace.dequantize_affine.default
+rebuild_chain: Callable[..., Tensor] = _namespace.rebuild_chain.default
 norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.norm_backward.default
 norm_backward_: Callable[..., tuple[Tensor, Tensor]] = _namespace.norm_backward_.default
 pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default

@@ -774,24 +774,35 @@ def rebuild_affine(
     _restore_zeros(x, support)
 
 
-def dequantize_affine(
-    codes: Tensor,
-    side: Tensor,
+def rebuild_chain(
+    codes: Sequence[Tensor],
+    sides: Sequence[Tensor],
     geometry: Sequence[int],
     group: int,
-    bits: int,
+    bits: Sequence[int],
     dtype: torch.dtype,
-    support: Tensor | None,
-    key: int | None,
-    scale: Tensor,
-    shift: Tensor,
+    supports: Sequence[Tensor | None],
+    keys: Sequence[int],
+    dithered: Sequence[bool],
+    scales: Sequence[Tensor],
+    shifts: Sequence[Tensor],
     other: Tensor | None,
-    mask: Tensor | None,
+    masks: Sequence[Tensor | None],
 ) -> Tensor:
-    """:func:`dequantize_channels`, then :func:`rebuild_affine` with ``mask`` for its ``support``."""
-    out = dequantize_channels(codes, side, geometry, group, bits, dtype, support, None, key)
-    rebuild_affine(out, geometry, scale, shift, other, mask)
-    return out
+    """A sum, stage by stage: :func:`dequantize_channels`, then :func:`rebuild_affine` with what is there so far.
+
+    That is ``other`` before the first stage. Each stage has an entry in every list, and its mask is the ``support`` of
+    the sum. Its key counts if it is dithered.
+    """
+    made = other
+    stages = zip(codes, sides, bits, supports, keys, dithered, scales, shifts, masks, strict=True)
+    for code, side, width, support, key, dither, scale, shift, mask in stages:
+        out = dequantize_channels(code, side, geometry, group, width, dtype, support, None, key if dither else None)
+        rebuild_affine(out, geometry, scale, shift, made, mask)
+        made = out
+    if made is None or made is other:
+        raise RuntimeError("a chain has no stages")
+    return made
 
 
 def norm_backward(

@@ -17,8 +17,9 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from ..codecs import FLOATS, BlockMean, Codec, GroupQuant, Mask, Packed, Raw, TensorMeta
+from ..codecs import FLOATS, BlockMean, Codec, Mask, Packed, Raw, TensorMeta
 from ..codecs.base import flatten, layout_of
+from ..codecs.groups import Stage, decode_chain, is_link
 from ..graph import capture
 from ..graph.capture import Site
 from ..graph.derive import PIECE, Affine, Origin, Term, pieces
@@ -231,45 +232,82 @@ class Rebuilt:
 
     def decode(self, support: Tensor | None) -> Tensor:
         """The values, made again; ``support`` tells where a rectified tensor is above zero."""
-        origin, (shape, stride, dtype) = self.origin, self.meta
+        shape, stride, dtype = self.meta
+        return self._summed(support).made().to(dtype).as_strided(shape, stride)
+
+    def _summed(self, support: Tensor | None) -> _Sum:
+        """The terms, those of a source that is rebuilt itself among them."""
+        origin = self.origin
         assert support is not None or not origin.rectified
         mask = support if origin.rectified else None
-        values: Tensor | None = None
+        total = _Sum(None, [])
         # What takes most decoding comes first: then no more than two tensors are there at once, however long a chain.
         terms = sorted(origin.terms, key=lambda t: (-len(read_for([t])), isinstance(t.make, Affine)))
         for term in terms:
             last = term is terms[-1]
             if isinstance(term.make, Affine):
-                values = _scaled(term.make, term.sources[0], values, mask if last else None)
+                total = _scaled(term.make, term.sources[0], total, mask if last else None)
+            elif term.make is None and term is terms[0] and (source := self._like_this(term.sources[0])) is not None:
+                total = source
             else:
-                values = _made(term, values, read_only=not last)
+                total = _Sum(_made(term, total.made_if_any(), read_only=not last), [])
+        if mask is None or isinstance(terms[-1].make, Affine):
+            return total
+        flat = total.made().to(self.meta.dtype).as_strided((self.meta.numel,), (1,))
+        for i, piece in enumerate(pieces(flat)):
+            bits = mask[i * PIECE // 8 : (i + 1) * PIECE // 8]
+            piece.masked_fill_(ops.unpack_band(bits, piece.numel(), torch.bool, 1.0, 0.0).logical_not_(), 0.0)
+        return _Sum(flat, [])
+
+    def _like_this(self, source: Reference) -> _Sum | None:
+        """The sum that makes a source, if it is rebuilt too, and has the form of this tensor."""
+        encoded = source.handle.encoded.get(None)
+        values = None if encoded is None or source.lossless is not None else encoded.values
+        if not isinstance(values, Rebuilt) or not values.meta == source.meta == self.meta or source.offset:
+            return None
+        assert encoded is not None
+        total = values._summed(encoded.support)
+        if total.stages and total.stages[0].packed.meta == self.meta:
+            return total
+        return _Sum(total.made().to(self.meta.dtype), [])
+
+
+class _Sum(NamedTuple):
+    """What was added up so far, and what comes next in one pass."""
+
+    values: Tensor | None
+    stages: list[Stage]
+
+    def made_if_any(self) -> Tensor | None:
+        """The sum, if there is any."""
+        return decode_chain(self.stages, self.values) if self.stages else self.values
+
+    def made(self) -> Tensor:
+        """The sum."""
+        values = self.made_if_any()
         assert values is not None
-        flat = values.to(dtype).as_strided((self.meta.numel,), (1,))
-        if mask is not None and not isinstance(terms[-1].make, Affine):
-            for i, piece in enumerate(pieces(flat)):
-                bits = mask[i * PIECE // 8 : (i + 1) * PIECE // 8]
-                piece.masked_fill_(ops.unpack_band(bits, piece.numel(), torch.bool, 1.0, 0.0).logical_not_(), 0.0)
-        return flat.as_strided(shape, stride)
+        return values
 
 
-def _scaled(affine: Affine, source: Reference, other: Tensor | None, mask: Tensor | None) -> Tensor:
-    """``scale * x + shift`` of a source, plus ``other``, and zero where ``mask`` says so."""
-    scale, shift = affine
+def _scaled(affine: Affine, source: Reference, before: _Sum, mask: Tensor | None) -> _Sum:
+    """``scale * x + shift`` of a source, plus what was ``before``, and zero where ``mask`` says so."""
     packed, support = _stored(source)
-    if packed is not None and type(packed.codec) is GroupQuant and (other is None or other.dtype == source.meta.dtype):
-        flat = None if other is None else other.as_strided((other.numel(),), (1,))
-        made = packed.codec.decode_scaled(packed, scale, shift, flat, support, mask)
-        if made is not None:
-            return made
-    x = fresh(source)
+    if packed is not None and is_link(packed, None):
+        stage = Stage(packed, support, *affine, mask)
+        if before.stages and is_link(packed, before.stages[0].packed):
+            return before._replace(stages=[*before.stages, stage])
+        before = _Sum(before.made_if_any(), [])
+        if before.values is None or before.values.dtype == packed.meta.dtype:
+            return before._replace(stages=[stage])
+    other, x = before.made_if_any(), fresh(source)
     if other is not None:
         dtype = torch.promote_types(x.dtype, other.dtype)
         x, other = x.to(dtype), other.to(dtype).as_strided((x.numel(),), (1,))
     layout = layout_of(x.shape, x.stride())
     place = layout.order.index(1)
     geometry = (math.prod(layout.sizes[:place]), x.shape[1], math.prod(layout.sizes[place + 1 :]))
-    ops.rebuild_affine(x.as_strided((x.numel(),), (1,)), geometry, scale, shift, other, mask)
-    return x
+    ops.rebuild_affine(x.as_strided((x.numel(),), (1,)), geometry, *affine, other, mask)
+    return _Sum(x, [])
 
 
 def _stored(reference: Reference) -> tuple[Packed | None, Tensor | None]:

@@ -112,7 +112,7 @@ def differences(device: torch.device) -> Iterator[str]:
     """The operators, with their settings, whose results are not those of the reference on the CPU."""
 
     def run(operator: Callable[..., Any], given: tuple[Any, ...], place: torch.device) -> Any:
-        own = [one.to(place, copy=True) if isinstance(one, Tensor) else one for one in given]
+        own = [_copied(one, place) for one in given]
         result = operator(*own)
         return own[0] if result is None else (own[0], result)  # some work in place
 
@@ -120,6 +120,12 @@ def differences(device: torch.device) -> Iterator[str]:
         truth = run(getattr(reference, operator), given, torch.device("cpu"))
         if not _same(run(getattr(ops, operator), given, device), truth):
             yield f"{operator} {label}"
+
+
+def _copied(given: Any, place: torch.device) -> Any:
+    if isinstance(given, list):
+        return [_copied(one, place) for one in given]
+    return given.to(place, copy=True) if isinstance(given, Tensor) else given
 
 
 def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
@@ -159,8 +165,9 @@ def _calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     tiles = reference.quantize_channels(_awkward(torch.float32), (64, 16, 49), 256, 3, 5, False)
     scale, other = torch.randn(16), torch.randn(numel)
     for dtype in FLOATS:
-        rest = (None, 5, scale, scale.flip(0), other.to(dtype), mask)
-        yield "dequantize_affine", f"3 bits {dtype}", (*tiles, (64, 16, 49), 256, 3, dtype, *rest)
+        rest = ([None] * 2, [5] * 2, [True] * 2, [scale] * 2, [scale.flip(0)] * 2, other.to(dtype), [None, mask])
+        twice = ([part] * 2 for part in tiles)
+        yield "rebuild_chain", f"3 bits {dtype}", (*twice, (64, 16, 49), 256, [3] * 2, dtype, *rest)
     norm = (scale, scale.abs() + 0.1, scale.flip(0))
     for name in ("norm_backward", "norm_backward_"):
         yield name, "3 bits", (other, None, *tiles, (64, 16, 49), (), 0, 0, 256, 3, 5, *norm)

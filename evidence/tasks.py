@@ -289,7 +289,7 @@ TASKS = {
     "imdb": Task(
         title="IMDB reviews, transformer from scratch, 3 epochs",
         epochs=3,
-        arms={**dict.fromkeys((EXACT, NULL, "auto", "auto, 2 bits"), 4), "gact, 4 bits": 2, "gact, 2 bits": 2},
+        arms={**dict.fromkeys((EXACT, NULL, "auto", "auto, 2 bits"), 3), "gact, 4 bits": 2, "gact, 2 bits": 2},
         build=functools.partial(nets.TextClassifier, data.VOCABULARY, TOKENS, width=64, heads=2, layers=2),
         load=lambda seed: Samples(data.imdb(TOKENS), 64, words),
         optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.05),

@@ -108,7 +108,7 @@ def _reference(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(reference, name)
 
     def call(first: Any, *arguments: Any) -> Any:
-        tensor: Tensor = first if isinstance(first, Tensor) else first[0]
+        tensor = first[0] if isinstance(first, (list, tuple)) else first
         _referred.add((tensor.device.type, name))
         return function(first, *arguments)
 

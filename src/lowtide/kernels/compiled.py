@@ -768,17 +768,25 @@ def _whole(n: int) -> int:
 
 
 @_inline
+def _fill_whole(values: int, lane: int, h: Any, base: Any, low: Any, inverse: Any, codes: int, bits: int) -> None:
+    """Codes into even planes. The last vector may repeat what was done."""
+    end = lane >> 1 if bits & 1 else lane
+    for first in range(0, end, _SIXTEEN):
+        j = min(first, end - _SIXTEEN)
+        _fill_even(values + 4 * j, codes + j, lane, U32(h + U32(j) * _GOLDEN), base, low, inverse, bits)
+
+
+@_inline
 def _fill_lanes(
     values: int, n: int, h: Any, base: Any, low: Any, inverse: Any, codes: int, spare: int, bits: int
 ) -> None:
     """Codes into their planes, or those of all four lanes to ``spare``. The last vector may repeat what was done."""
+    if n == USUAL:
+        _fill_whole(values, USUAL >> 2, h, base, low, inverse, codes, bits)
+        return
     planes = _planes(n, bits)
     if planes == EVEN:
-        lane = USUAL >> 2 if n == USUAL else n >> 2
-        end = lane >> 1 if bits & 1 else lane
-        for first in range(0, end, _SIXTEEN):
-            j = min(first, end - _SIXTEEN)
-            _fill_even(values + 4 * j, codes + j, lane, U32(h + U32(j) * _GOLDEN), base, low, inverse, bits)
+        _fill_whole(values, n >> 2, h, base, low, inverse, codes, bits)
         return
     if bits & 1 and planes == MIXED:
         lane, size = n >> 2, (n + 7) >> 3
@@ -990,10 +998,28 @@ def _decode_levels(codes: int, n: int, bits: int, table: int, low: Any, step: An
 
 
 @_inline
+def _decode_whole(
+    codes: int, values: int, lane: int, low: Any, step: Any, dither: int, h: Any, base: Any, bits: int
+) -> None:
+    """From even planes. The last vector may repeat what was done."""
+    for first in range(0, lane, _SIXTEEN):
+        j = min(first, lane - _SIXTEEN)
+        late = 1 if 2 * j >= lane else 0
+        if dither:
+            later = U32(h + U32(j) * _GOLDEN)
+            _undither(codes + j, values + 4 * j, lane, late, later, base, low, step, EVEN, bits)
+        else:
+            _decode_even(codes + j, values + 4 * j, lane, late, low, step, bits)
+
+
+@_inline
 def _decode_lanes(
     codes: int, values: int, n: int, low: Any, step: Any, dither: int, h: Any, base: Any, spare: int, bits: int
 ) -> None:
     """From their planes, or those of all four lanes from ``spare``. The last vector may repeat what was done."""
+    if n == USUAL:
+        _decode_whole(codes, values, USUAL >> 2, low, step, dither, h, base, bits)
+        return
     planes = _planes(n, bits)
     if bits & 1 and planes == MIXED:
         lane, size = n >> 2, (n + 7) >> 3
@@ -1012,15 +1038,7 @@ def _decode_lanes(
             later = U32(h + U32(j) * _GOLDEN)
             _undither(spare + j, values + 4 * j, lane, 0, later, base, low, step, LOOSE, bits)
         return
-    lane = USUAL >> 2 if n == USUAL else n >> 2
-    for first in range(0, lane, _SIXTEEN):
-        j = min(first, lane - _SIXTEEN)
-        late = 1 if 2 * j >= lane else 0
-        if dither:
-            later = U32(h + U32(j) * _GOLDEN)
-            _undither(codes + j, values + 4 * j, lane, late, later, base, low, step, EVEN, bits)
-        else:
-            _decode_even(codes + j, values + 4 * j, lane, late, low, step, bits)
+    _decode_whole(codes, values, n >> 2, low, step, dither, h, base, bits)
 
 
 @_plain

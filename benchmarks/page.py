@@ -217,8 +217,11 @@ def limits(results: Path) -> str:
     for operator, (before, now) in {
         "batch norm in training": ("batch norm, torch's", "batch norm, same bits"),
         "max pooling by 3 with a stride of 2": ("max pooling, torch's", "max pooling, same bits"),
+        "noise of a dropout": ("dropout's noise, torch's", "dropout's noise, same bits"),
         "backward of a ReLU from bits": ("relu backward, fresh", "relu backward, in place"),
         "backward of a batch norm from 3-bit codes": ("batch norm backward, fresh", "batch norm backward, in place"),
+        "three tensors of 3 bits, added up": ("chain of three, one by one", "chain of three, one pass"),
+        "a ReLU's mask": ("bits above zero, any band", "bits above zero, a ReLU's"),
     }.items():
         lines.append(f"| {operator} | {time(before)} | {time(now)} |")
     lines.append(f"\nReading alone takes {time('read')}, writing {time('write')}, `copy_` {time('copy')}.")

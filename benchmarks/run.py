@@ -164,8 +164,10 @@ def like_torch_calls() -> Iterator[tuple[str, int, Any]]:
     """Operators of torch beside kernels with the same bits, and gradients in fresh memory beside those in place."""
     maps, wide = torch.randn(16, 256, 56, 56), torch.randn(16, 64, 112, 112)
     ones, zeros = torch.ones(256), torch.zeros(256)
-    norm, pool = (backends.like_torch(name) for name in ("native_batch_norm", "max_pool2d_with_indices"))
-    if norm is None or pool is None:
+    norm, pool, draw = (
+        backends.like_torch(name) for name in ("native_batch_norm", "max_pool2d_with_indices", "bernoulli_")
+    )
+    if norm is None or pool is None or draw is None:
         raise RuntimeError("the kernels have other bits than torch's operators here")
     of_norm = (maps, ones, zeros, zeros.clone(), ones.clone(), True, 0.1, 1e-5)
     of_pool = (wide, [3, 3], [2, 2], [1, 1])
@@ -173,6 +175,9 @@ def like_torch_calls() -> Iterator[tuple[str, int, Any]]:
     yield "batch norm, same bits", maps.numel(), lambda: norm(*of_norm)
     yield "max pooling, torch's", wide.numel(), lambda: torch.ops.aten.max_pool2d_with_indices(*of_pool)
     yield "max pooling, same bits", wide.numel(), lambda: pool(*of_pool)
+    noise = torch.empty(786_432)
+    yield "dropout's noise, torch's", noise.numel(), lambda: noise.bernoulli_(0.9)
+    yield "dropout's noise, same bits", noise.numel(), lambda: draw(noise, 0.9)
     grads = itertools.cycle([torch.randn(maps.numel()) for _ in range(6)])  # more than the last cache holds
     mask = ops.pack_band(maps.view(-1), 0.0, math.inf, False, True)
     geometry = (16, 256, 56 * 56)
@@ -182,6 +187,17 @@ def like_torch_calls() -> Iterator[tuple[str, int, Any]]:
     yield "relu backward, in place", maps.numel(), lambda: ops.mask_values_(next(grads), mask)
     yield "batch norm backward, fresh", maps.numel(), lambda: ops.norm_backward(next(grads), *rest)
     yield "batch norm backward, in place", maps.numel(), lambda: ops.norm_backward_(next(grads), *rest)
+
+    def rebuilt(stages: int, other: torch.Tensor | None) -> torch.Tensor:
+        parts = ([part] * stages for part in codes)
+        scales = [ones] * stages
+        given = (torch.float32, [None] * stages, [1] * stages, [True] * stages, scales, scales, other, [mask] * stages)
+        return ops.rebuild_chain(*parts, geometry, 256, [3] * stages, *given)
+
+    yield "chain of three, one by one", maps.numel(), lambda: rebuilt(1, rebuilt(1, rebuilt(1, None)))
+    yield "chain of three, one pass", maps.numel(), lambda: rebuilt(3, None)
+    yield "bits above zero, any band", maps.numel(), lambda: ops.pack_band(maps.view(-1), 0.0, 1e38, False, True)
+    yield "bits above zero, a ReLU's", maps.numel(), lambda: ops.pack_band(maps.view(-1), 0.0, math.inf, False, True)
 
 
 def kernels_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -278,3 +279,97 @@ def test_without_kernels_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = model(x)
     with lowtide.compress(model, "lossless"):
         assert torch.equal(model(x), truth)
+
+
+# ---------------------------------------------------------------- random numbers
+
+DRAW = "bernoulli_"
+CHANCES = [0.0, 1e-9, 0.1, 0.5, 1 - 0.1, 1 - 2.0**-53, 1.0]
+
+
+def is_one_by_one() -> bool:
+    """Does torch draw two words for each value here? Other builds of it draw a seed for another generator."""
+    generator = torch.Generator().manual_seed(0)
+    torch.empty(100).bernoulli_(0.5, generator=generator)
+    again = torch.Generator().manual_seed(0)
+    torch.empty(200, dtype=torch.int32).random_(generator=again)
+    return torch.equal(generator.get_state(), again.get_state())
+
+
+torch_draws_so = pytest.mark.skipif(not is_one_by_one(), reason="this torch draws its dropout from another generator")
+
+
+def test_drawn_numbers_are_those_of_a_mersenne_twister() -> None:
+    words = np.random.RandomState(7).randint(0, 2**32, 4000, dtype=np.uint32).astype(object)
+    for chance in CHANCES:
+        numbers = ((words[0::2] << 32) | words[1::2]) & (2**53 - 1)
+        truth = torch.tensor([float(number * 2.0**-53 < chance) for number in numbers])
+        found = cpu.bernoulli_(torch.empty(2000), chance, generator=torch.Generator().manual_seed(7))
+        assert found is not None
+        assert torch.equal(found, truth)
+
+
+@torch_draws_so
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("before", [0, 1, 2, 623, 624, 625])
+def test_drawing(before: int, dtype: torch.dtype) -> None:
+    """Values and the state behind them, after any number of words, and with a normal number kept for later."""
+    own, torchs = (torch.Generator().manual_seed(3) for _ in range(2))
+    for generator in (own, torchs):
+        torch.empty(before, dtype=torch.int32).random_(generator=generator)
+        torch.randn(1, generator=generator)
+    for numel in (1, 2, 311, 312, 313, 1000):
+        for chance in CHANCES:
+            found = cpu.bernoulli_(torch.empty(numel, dtype=dtype), chance, generator=own)
+            truth = torch.empty(numel, dtype=dtype).bernoulli_(chance, generator=torchs)
+            assert found is not None
+            assert torch.equal(found, truth)
+            assert torch.equal(own.get_state(), torchs.get_state())
+    assert torch.equal(torch.randn(5, generator=own), torch.randn(5, generator=torchs))
+
+
+def test_drawing_is_not_for_everything() -> None:
+    before = torch.get_rng_state()
+    for x in (torch.empty(8, dtype=torch.float64), torch.empty(8, 2)[:, 0], torch.empty(0), torch.empty(8).bool()):
+        assert cpu.bernoulli_(x, 0.5) is None
+    for chance in (-0.1, 1.1, math.nan):
+        assert cpu.bernoulli_(torch.empty(8), chance) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.linear(x))
+        x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
+        return F.dropout(x, 0.3, self.training) + torch.dropout(x, 0.0, True)
+
+
+@torch_draws_so
+@pytest.mark.parametrize("half", [False, True])
+def test_a_session_drops_what_torch_would(calls: Calls, half: bool) -> None:
+    x, results = torch.randn(2, 3, 8, 16), []
+    model = Dropping()
+    for compressed in (False, True):
+        torch.manual_seed(1)
+        model.zero_grad()
+        session = lowtide.compress(model, "lossless", min_numel=0) if compressed else contextlib.nullcontext()
+        with session, torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = model(x).square().sum()
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters()), torch.get_rng_state()])
+        assert not compressed or calls.made == [DRAW] * 3
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_nothing_is_drawn_where_nothing_is_dropped(calls: Calls) -> None:
+    model, x = Dropping().eval(), torch.randn(2, 3, 8, 16)
+    with lowtide.compress(model, "lossless", min_numel=0):
+        x = model.linear(x)
+        model.dropout(x)
+        F.dropout(x, training=False)
+        F.scaled_dot_product_attention(x, x, x)
+    assert not calls.made

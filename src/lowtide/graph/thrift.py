@@ -7,8 +7,9 @@
 - ``prelu`` reads the sign of its input for one gradient and the values for another. Its twin saves both apart: the
   sign takes one bit and is exact, and noise in the values stays in the gradient of the slope.
 - ``amax``, ``maximum`` and a scattered maximum compare values. Their twins save the answers, one bit each.
-- ``batch_norm`` in training waits on the CPU for one addition after the other, and ``max_pool2d`` compares one value
-  at a time. Kernels of ours give the same bits in a fraction of the time, and torch's own nodes are made.
+- ``batch_norm`` in training waits on the CPU for one addition after the other, ``max_pool2d`` compares one value at a
+  time, and dropout draws one random number at a time. Kernels of ours give the same bits in a fraction of the time, and
+  torch's own nodes are made.
 
 Forward is the op itself. Each backward is written in ops that can be differentiated again.
 """
@@ -378,12 +379,16 @@ class ScatteredExtreme(torch.autograd.Function):
 
 def _faster(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     x = args[0] if args else kwargs.get("input")
-    kinds = _POOLED if func in _POOLING else (torch.float32,)
+    kinds = _SIMPLE if func in _POOLING else (torch.float32,)
     if type(x) is not Tensor or x.numel() < _LEAST_FASTER or x.dtype not in kinds or not x.is_cpu:
         return None
     if not (x.is_contiguous() and capture.is_ordinary_call() and capture.has_no_modes() and capture.is_plain(x)):
         return None
 
+    return _with_faster(func, args, kwargs)
+
+
+def _with_faster(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     def run(*_args: Any, **_kwargs: Any) -> Any:
         with Faster():
             return func(*args, **kwargs)
@@ -391,11 +396,28 @@ def _faster(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     return run
 
 
+def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Attention drops out of its weights, of which there is a matrix for each row of its first argument."""
+    name, place = ("dropout_p", 4) if func is functional.scaled_dot_product_attention else ("p", 1)
+    x = args[0] if args else kwargs.get("input", kwargs.get("query"))
+    if not (args[place] if len(args) > place else kwargs.get(name, place == 1)):
+        return None
+    if type(x) is not Tensor or x.numel() < _LEAST_FASTER or x.dtype not in _SIMPLE or not x.is_cpu:
+        return None
+    if not (capture.is_ordinary_call() and capture.has_no_modes() and capture.is_plain(x)):
+        return None
+    return _with_faster(func, args, kwargs)
+
+
 _LEAST_FASTER = 1 << 16
 """Values below which a mode of Python costs more than it saves: about 30 microseconds."""
 _POOLING = (functional.max_pool2d, torch.max_pool2d)
-_POOLED = (torch.float32, torch.bfloat16, torch.float16)
-_FASTER = {getattr(torch.ops.aten, name).default: name for name in ("native_batch_norm", "max_pool2d_with_indices")}
+_SIMPLE = (torch.float32, torch.bfloat16, torch.float16)
+_FASTER = {
+    torch.ops.aten.native_batch_norm.default: "native_batch_norm",
+    torch.ops.aten.max_pool2d_with_indices.default: "max_pool2d_with_indices",
+    torch.ops.aten.bernoulli_.float: "bernoulli_",
+}
 
 
 class Faster(capture.DispatchMode):  # type: ignore[misc]
@@ -415,6 +437,7 @@ _TWINS: dict[Any, Callable[..., Callable[..., Any] | None]] = {
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     **dict.fromkeys((functional.relu, torch.relu, Tensor.relu, *_RELU_IN_PLACE), _relu),
     **dict.fromkeys((functional.batch_norm, torch.batch_norm, *_POOLING), _faster),
+    **dict.fromkeys((functional.dropout, torch.dropout, functional.scaled_dot_product_attention), _dropout),
     torch.prelu: _prelu,
     **dict.fromkeys((torch.amax, Tensor.amax, torch.amin, Tensor.amin), _amax),
     **dict.fromkeys((torch.maximum, Tensor.maximum, torch.minimum, Tensor.minimum), _maximum),

@@ -36,6 +36,7 @@ from .layout import (
     SLABS,
     TILE,
     TILE_CHANNELS,
+    TWISTER,
     Coding,
     Slabs,
 )
@@ -2732,3 +2733,73 @@ def team(launch: int) -> None:
     if thread == 0:
         nanoseconds = np.int64(1e9 * (_seconds(p.clock) - begin))
         _write(p.progress, layout.Progress(first, own, nanoseconds))
+
+
+# ---------------------------------------------------------------- random numbers of torch's own generator
+
+_MIDDLE = 397  # words between a word of a Mersenne Twister and the one that it meets (Matsumoto and Nishimura 1998)
+
+
+@_inline
+def _twisted(this: Any, following: Any, met: Any) -> Any:
+    mixed = U32((this & U32(0x80000000)) | (following & U32(0x7FFFFFFF)))
+    return U32(met ^ (mixed >> U32(1)) ^ (U32(0x9908B0DF) if following & U32(1) else U32(0)))
+
+
+@_plain
+def _twist(words: int) -> None:
+    """The next 624 words, in place of the last."""
+    w = _pointer(words, types.uint32)
+    for i in range(TWISTER - _MIDDLE):
+        w[i] = _twisted(w[i], w[i + 1], w[i + _MIDDLE])
+    for i in range(TWISTER - _MIDDLE, TWISTER - 1):
+        w[i] = _twisted(w[i], w[i + 1], w[i + _MIDDLE - TWISTER])
+    w[TWISTER - 1] = _twisted(w[TWISTER - 1], w[0], w[_MIDDLE - 1])
+
+
+@_plain
+def _temper(words: int, n: int, out: int) -> None:
+    w, o = _pointer(words, types.uint32), _pointer(out, types.uint32)
+    for i in range(n):
+        y = w[i]
+        y = U32(y ^ (y >> U32(11)))
+        y = U32(y ^ ((y << U32(7)) & U32(0x9D2C5680)))
+        y = U32(y ^ ((y << U32(15)) & U32(0xEFC60000)))
+        o[i] = U32(y ^ (y >> U32(18)))
+
+
+@_inline
+def _choose(drawn: int, n: int, below: int, out: Any, first: int, one: Any, none: Any) -> None:
+    """Two words make a number of 64 bits, of which the lowest 53 count."""
+    d, most = _pointer(drawn, types.uint64), U64(below)
+    for i in range(n):
+        number = U64(((d[i] << U64(32)) | (d[i] >> U64(32))) & U64(0x1FFFFFFFFFFFFF))
+        out[first + i] = one if number < most else none
+
+
+@_kernel
+def _kernel_bernoulli(parameters: int, scratch: int, first: int, last: int) -> None:
+    p, room = _read(parameters, layout.Bernoulli), layout.bernoulli_scratch()
+    left, at = _pointer(p.state + 8, types.int32), _pointer(p.state + 16, types.int64)
+    state = _pointer(p.state + 24, types.uint64)
+    words, drawn = scratch + room.words, scratch + room.drawn
+    w, d = _pointer(words, types.uint32), _pointer(drawn, types.uint32)
+    for i in range(TWISTER):
+        w[i] = U32(state[i])
+    used, done, held = TWISTER if left[0] == 1 else at[0], 0, 0
+    while done < p.numel:
+        if used == TWISTER:
+            _twist(words)
+            used = 0
+        taken = min(TWISTER - used, 2 * (p.numel - done) - held)
+        _temper(words + 4 * used, taken, drawn + 4 * held)
+        pairs = (held + taken) >> 1
+        if p.size == 4:
+            _choose(drawn, pairs, p.below, _pointer(p.out, types.uint32), done, U32(p.one), U32(0))
+        else:
+            _choose(drawn, pairs, p.below, _pointer(p.out, types.uint16), done, U16(p.one), U16(0))
+        d[0] = d[held + taken - 1]
+        used, done, held = used + taken, done + pairs, (held + taken) & 1
+    for i in range(TWISTER):
+        state[i] = U64(w[i])
+    left[0], at[0] = I32(TWISTER + 1 - used), used

@@ -1341,6 +1341,41 @@ def max_pool2d_with_indices(
     return out, places
 
 
+_ONES = {torch.float32: 0x3F800000, torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
+_STATE = 5056  # bytes of the state of torch's generator
+_drawing = threading.Lock()
+
+
+def bernoulli_(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor | None:
+    """Ones with probability ``p``, zeros otherwise, by the numbers that torch would draw, in one thread as there.
+
+    What another thread draws from the same generator meanwhile by operators of torch may be drawn twice.
+    """
+    if x.dtype not in _ONES or not x.numel() or not 0.0 <= p <= 1.0 or not _is(x, x.dtype, x.numel()):
+        return None
+    drawn_from = torch.default_generator if generator is None else generator
+    if drawn_from.device.type != "cpu":
+        return None
+    with _drawing:
+        state = drawn_from.get_state()
+        if state.numel() != _STATE:
+            return None
+        _, left, _, at = struct.unpack("<QiiQ", state[:24].numpy().tobytes())
+        if left != 1 and not 1 <= at == layout.TWISTER + 1 - left:
+            return None
+        record = layout.Bernoulli(
+            out=x.data_ptr(),
+            size=x.itemsize,
+            numel=x.numel(),
+            one=_ONES[x.dtype],
+            below=math.ceil(p * 2**53),
+            state=state.data_ptr(),
+        )
+        _run("bernoulli", 1, 1, _bytes(layout.bernoulli_scratch), record)
+        drawn_from.set_state(state)
+    return x
+
+
 class Window(NamedTuple):
     """Of pooling, for rows and for columns."""
 
@@ -1369,11 +1404,16 @@ def has_torchs_bits(name: str) -> bool:
     with torch.no_grad():
         values = (torch.arange(1100, dtype=torch.float32, device="cpu") * 12.9898).sin_().mul_(3.0).add_(0.25)
         x, small = values[:840].view(5, 8, 3, 7), values[840:872].view(4, 8)
-        found = []
+        found: list[tuple[Tensor, ...]] = []
         for operator in (globals()[name], getattr(torch.ops.aten, name)):
             if name == "native_batch_norm":
                 mean, var = small[2].clone(), small[3].square()
                 found.append((*operator(x, small[0], small[1], mean, var, True, 0.9, 1e-3), mean, var))
+            elif name == "bernoulli_":
+                drawn_from = torch.Generator("cpu").manual_seed(5)
+                torch.rand(3, generator=drawn_from)  # an odd number of words
+                drawn = [operator(values.to(t), chance, generator=drawn_from) for t in KINDS for chance in (0.1, 0.9)]
+                found.append((*drawn, drawn_from.get_state()))
             else:
                 results = (operator(x.to(dtype), [3, 3], [2, 2], [1, 1]) for dtype in KINDS)
                 found.append(tuple(itertools.chain.from_iterable(results)))

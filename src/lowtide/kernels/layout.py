@@ -20,6 +20,7 @@ BATCH = 2048  # values worked on at once where several groups or slabs fit: they
 TILE = 4096  # values of an item, for kernels that know no groups
 LINE = 64  # bytes of a cache line
 NORM_CHANNELS = 8  # channels whose sums a batch norm makes side by side
+TWISTER = 624  # words of the state of a Mersenne Twister
 TILE_CHANNELS = 16  # channels worked on at once: a line of float32, where channels lie side by side
 
 FLOAT32, BFLOAT16, FLOAT16, BOOL = 0, 1, 2, 3  # ``kind``: the type of values
@@ -356,6 +357,21 @@ class BatchNorm(NamedTuple):
     samples: int
     channels: int
     inner: int
+
+
+class Bernoulli(NamedTuple):
+    """There is one item."""
+
+    out: int
+    size: int
+    """Bytes of a value."""
+    numel: int
+    one: int
+    """The bits of 1.0."""
+    below: int
+    """A number of 53 random bits below this gives 1.0."""
+    state: int
+    """The state of torch's generator, which is brought up to date."""
 
 
 class MaxPool(NamedTuple):
@@ -804,6 +820,21 @@ class BatchNormScratch(NamedTuple):
 def batch_norm_scratch() -> BatchNormScratch:
     """Of ``native_batch_norm``."""
     return BatchNormScratch(0, 64, 128)
+
+
+class BernoulliScratch(NamedTuple):
+    """For all words of the generator."""
+
+    words: int
+    drawn: int
+    """Random words, and one that is left from before."""
+    end: int
+
+
+@_jitable  # type: ignore[untyped-decorator]
+def bernoulli_scratch() -> BernoulliScratch:
+    """Of ``bernoulli_``."""
+    return BernoulliScratch(0, 4 * TWISTER, 8 * TWISTER + 64)
 
 
 class MaxPoolScratch(NamedTuple):

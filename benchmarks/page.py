@@ -230,7 +230,7 @@ def limits(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "steps": steps,
-    "slower machine": lambda results: steps(results, "steps_amd.csv"),
+    "another machine": lambda results: steps(results, "steps_xeon.csv"),
     "earlier steps": lambda results: steps(results, "steps_earlier.csv"),
     "limits": limits,
     "codecs": codecs,

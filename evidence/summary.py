@@ -320,8 +320,7 @@ yet.""",
 this order of memory a group of the published methods mostly lies within one channel.""",
     "imdb": """A transformer with two layers of width 64 over the first 128 words, AdamW, batch 64, one cycle of the
 learning rate; the data has no official split, so a fixed shuffle makes one. `gact` probes the gradient after the first
-step and before each epoch. **The rows of `auto` are of an earlier form of it**, in which attention's tensors had 8 bits
-whatever was asked and the plan was made once.""",
+step and before each epoch.""",
     "cora": """A GCN of width 64 with dropout, Adam; 20 labelled papers of each class, 1000 others to test with, drawn
 anew for each seed. `lowrank` with random signs and 2 bits is what EXACT (Liu et al. 2022) stores.""",
 }

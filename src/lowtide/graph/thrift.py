@@ -397,7 +397,7 @@ def _with_faster(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 
 def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Attention drops out of its weights, of which there is a matrix for each row of its first argument."""
+    """Dropout, or attention that drops some of its weights."""
     name, place = ("dropout_p", 4) if func is functional.scaled_dot_product_attention else ("p", 1)
     x = args[0] if args else kwargs.get("input", kwargs.get("query"))
     if not (args[place] if len(args) > place else kwargs.get(name, place == 1)):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.machine.malloc import start_environment
 from lowtide.machine.measure import Child
+from lowtide.malloc import start_environment
 from lowtide.tools import demo
 from nets import BasicBlock, Bottleneck, DoubleConv, Gpt, UNet3d, resnet18, resnet20, resnet50
 

@@ -26,8 +26,8 @@ import torch
 
 import lowtide
 from cases import SUBJECTS, checkpoint_blocks, child, in_child, tune
-from lowtide.machine.malloc import give_back
 from lowtide.machine.measure import reset_peak, resident
+from lowtide.malloc import give_back
 from rows import ORIGIN, RESULTS, append, origin, read
 from turns import take_turns
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import lowtide
-from lowtide.machine.malloc import glibc_version
+from lowtide.malloc import glibc_version
 
 RESULTS = Path(__file__).parent / "results"
 ORIGIN = ("date", "commit", "machine", "threads", "python", "torch", "numba", "glibc", "lowtide")

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from cases import BATCH, METHODS, SUBJECTS, checkpoint_blocks, child, in_child, step, tune
-from lowtide.machine.malloc import give_back
 from lowtide.machine.measure import reset_peak, resident
+from lowtide.malloc import give_back
 from rows import ORIGIN, append, origin, read
 from turns import take_turns
 
@@ -141,9 +141,9 @@ def step_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
 
 def compile_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:
     """Fill the cache of kernels, which is there but in the first process that ever uses one."""
-    from lowtide.kernels import cpu
+    from lowtide.kernels import compiled, cpu
 
-    for name in cpu.KERNELS:
+    for name in compiled.KERNELS:
         cpu.compile(name)
     return {}
 

@@ -210,9 +210,9 @@ def pytest_collection_modifyitems(items):
 def _compile_kernels(worker):
     """Two processes begin at the two ends of the list, so that each finds half of it in the cache."""
     if worker in ("gw0", "gw1"):
-        from lowtide.kernels import cpu
+        from lowtide.kernels import compiled, cpu
 
-        for name in cpu.KERNELS if worker == "gw0" else reversed(cpu.KERNELS):
+        for name in compiled.KERNELS if worker == "gw0" else reversed(compiled.KERNELS):
             cpu.compile(name)
 
 

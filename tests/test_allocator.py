@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from lowtide.machine import malloc
-from lowtide.machine.malloc import can_tune, start_environment
+import lowtide
+from lowtide import malloc
 from lowtide.machine.measure import run_child
+from lowtide.malloc import can_tune, start_environment
 
 
 def count_faults(argument, emit):
@@ -93,10 +95,27 @@ def test_another_allocator_loaded_first_is_not_tuned(tmp_path):
         "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
     )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    code = "from lowtide.machine.malloc import can_tune, tune_cpu_allocator; print(can_tune(), tune_cpu_allocator())"
+    code = "from lowtide.malloc import can_tune, tune_cpu_allocator; print(can_tune(), tune_cpu_allocator())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for preload, expected in (("", "True True"), (str(library), "False False")):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=environment | {"LD_PRELOAD": preload}
         )
         assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_free_memory_is_given_back_after_steps_that_measured(tuned, monkeypatch):
+    """Those of `auto` are 1, 3 and 9; `actnn` has none. A process that is not tuned is left alone."""
+    given, steps = [], 0
+    monkeypatch.setattr(malloc, "is_tuned", lambda: tuned)
+    monkeypatch.setattr(malloc, "give_back", lambda: given.append(steps))
+    for method, expected in (("auto", [2, 4, 10]), ("actnn", [])):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        given.clear()
+        for step in range(1, 12):
+            steps = step
+            with lowtide.compress(model, method):
+                loss = model(torch.randn(128, 64)).square().sum()
+            loss.backward()
+        assert given == (expected if tuned else [])

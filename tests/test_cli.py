@@ -21,7 +21,7 @@ import torch
 import lowtide
 from lowtide import cli
 from lowtide.machine import measure
-from lowtide.machine.malloc import can_tune, start_environment
+from lowtide.malloc import can_tune, start_environment
 from lowtide.tools import demo
 
 MIB = 2**20

@@ -27,7 +27,7 @@ LAYERS = [
     *["compiling.compiled", "compiling.dynamo", "compiling.packing", "compiling.reading", "compiling.running"],
     *["planning.budgeted", "planning.memory_errors", "planning.fitting", "planning.planner", "planning.verifying"],
     *["planning.checkpoints", "planning.profiling", "planning.observing", "planning.recorder", "planning.solvers"],
-    *["machine.costs", "machine.measure", "machine.malloc"],
+    *["machine.costs", "machine.measure"],
     *["verify.check", "verify.guard", "verify.evidence"],
     *[
         "session.checkpoint",
@@ -44,6 +44,7 @@ LAYERS = [
     "session.doubts",
     *["session.replay", "session.offload", "session.noise", "session.streams"],
     *["session.transfers"],
+    *["malloc"],
     *["report"],
     *["policy.scope", "policy.policy", "policy.methods", "policy.tuners.mix", "policy.tuners.bits"],
     *["policy.tuners.levels", "policy.tuners.samples"],
@@ -51,7 +52,7 @@ LAYERS = [
     *["graph.rules", "graph.twins", "graph.thrift", "graph.weights", "graph.derive", "graph.capture", "graph.shards"],
     *["codecs.projection", "codecs.sixsigma", "codecs.casts", "codecs.logarithms", "codecs.blocks", "codecs.groups"],
     *["codecs.lossless", "codecs.base"],
-    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.compiled", "kernels.layout"],
+    *["kernels.ops", "kernels.backends", "kernels.cpu", "kernels.native", "kernels.compiled", "kernels.layout"],
     *["kernels.gpu", "kernels.programs", "kernels.reference"],
 ]
 PLACE = {name: i for i, name in enumerate(LAYERS)}

@@ -14,7 +14,7 @@ from .attachment import Attachment, attach, compress
 from .codecs import Codec
 from .graph.capture import Site
 from .graph.rules import Need, register_rule
-from .machine.malloc import tune_cpu_allocator
+from .malloc import tune_cpu_allocator
 from .planning.fitting import Fit, fit
 from .planning.memory_errors import explain_oom
 from .planning.planner import BudgetError, BudgetPlan, plan

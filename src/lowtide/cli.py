@@ -22,8 +22,8 @@ from torch import nn
 from . import __version__, kernels
 from .attachment import compress
 from .graph import capture
-from .machine.malloc import can_tune, start_environment
 from .machine.measure import ChildError
+from .malloc import can_tune, start_environment
 from .page import writing
 from .page.document import document
 from .planning.fitting import fit

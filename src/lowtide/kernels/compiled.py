@@ -1,7 +1,7 @@
 """Every kernel again, written for Numba: the bytes of ``reference``, at the speed of memory.
 
-``layout`` declares what a kernel is given, and ``cpu`` compiles and launches what is here. Numba's cache of a kernel
-looks only at the file that holds it, so ``cpu`` adds a digest of both files to the key of the cache.
+``layout`` declares what a kernel is given, ``native`` asks for the machine code of what is here, and ``cpu`` launches
+it. Only a process that finds no machine code in a cache imports this module, and with it Numba.
 
 How it is built
     A kernel is a C function ``(parameters, scratch, first, last)``: the address of its record of parameters,
@@ -46,6 +46,13 @@ numba: Any = import_module("numba")
 types: Any = numba.types
 cgutils: Any = import_module("numba.core.cgutils")
 ir: Any = import_module("llvmlite.ir")
+compiler: Any = import_module("numba.core.compiler")
+dispatcher: Any = import_module("numba.core.dispatcher")
+registry: Any = import_module("numba.core.registry")
+locks: Any = import_module("numba.core.compiler_lock")
+
+for _function in layout.SHARED:
+    numba.extending.register_jitable(_function)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -2803,3 +2810,41 @@ def _kernel_bernoulli(parameters: int, scratch: int, first: int, last: int) -> N
     for i in range(TWISTER):
         state[i] = U64(w[i])
     left[0], at[0] = I32(TWISTER + 1 - used), used
+
+
+# ---------------------------------------------------------------- machine code
+
+
+class _Compiler(dispatcher._FunctionCompiler):  # type: ignore[misc]
+    def _customize_flags(self, flags: Any) -> Any:
+        flags.no_cpython_wrapper, flags.no_cfunc_wrapper = True, True
+        flags.enable_pyobject, flags.no_compile = False, True  # the library gets one function more
+        return flags
+
+
+def machine_code(name: str, entry: str) -> bytes:
+    """The object file of a kernel, or of ``team``, whose C function has the name ``entry``.
+
+    It needs nothing of Python or Numba. Nothing in a kernel raises; if something did, the process would end there,
+    and not go on with a wrong number.
+    """
+    function = team if name == team.__name__ else KERNELS[name]
+    words = function.__code__.co_argcount
+    with locks.global_compiler_lock:
+        target = registry.cpu_target
+        made = _Compiler(function, target, {"error_model": "numpy"}, {}, compiler.Compiler)
+        made = made.compile((types.int64,) * words, types.void)
+        context, library, about = target.target_context, made.library, made.fndesc
+        module = context.create_module(entry)
+        kind = context.call_conv.get_function_type(about.restype, about.argtypes)
+        own = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * words), entry)
+        builder = ir.IRBuilder(own.append_basic_block())
+        callee = ir.Function(module, kind, about.llvm_func_name)
+        status, _ = context.call_conv.call_function(builder, callee, about.restype, about.argtypes, own.args)
+        with builder.if_then(status.is_error, likely=False):
+            builder.call(ir.Function(module, ir.FunctionType(ir.VoidType(), []), "abort"), [])
+        builder.ret_void()
+        library.add_ir_module(module)
+        library.finalize()
+        code: bytes = library.codegen._tm.emit_object(library._final_module)
+        return code

@@ -1,31 +1,24 @@
-"""Compiles the kernels of ``compiled``, launches them on torch's threads, and serves them as operators.
-
-Imported on the first call of an operator, because importing Numba takes a second.
-"""
+"""Launches the kernels of ``compiled`` on torch's threads, and serves them as operators."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
 import math
 import os
 import struct
-import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from importlib import import_module
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from . import compiled, layout, reference
+from . import layout, reference
 from .backends import PROCESS, note_fallback
-from .compiled import KERNELS, team
 from .layout import (
     BATCH,
     BFLOAT16,
@@ -43,13 +36,8 @@ from .layout import (
     Progress,
     Slabs,
 )
+from .native import MachineCode
 from .reference import channel_sizes, channel_step, groups_in_row, low_shape, row_bytes
-
-numba: Any = import_module("numba")  # some versions are typed and some are not
-caching: Any = import_module("numba.core.caching")
-ccallback: Any = import_module("numba.core.ccallback")
-event: Any = import_module("numba.core.event")
-sigutils: Any = import_module("numba.core.sigutils")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,101 +72,34 @@ class _OpenMP:
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
-def _sources() -> str:
-    """A digest of the files whose code and numbers a compiled kernel contains."""
-    digest = hashlib.sha256()
-    for module in (layout, compiled):
-        loader: Any = module.__loader__
-        digest.update(loader.get_data(module.__file__))
-    return digest.hexdigest()
-
-
-_SOURCES = _sources()  # now: a file that changes later is not what this process compiles
-
-
-class _Cache(caching.FunctionCache):  # type: ignore[misc]
-    """Numba's cache of a function, which looks at every file the function is made of, and whose files may be broken."""
-
-    def _index_key(self, *arguments: Any) -> Any:
-        return (*super()._index_key(*arguments), _SOURCES)
-
-    def load_overload(self, *arguments: Any) -> Any:
-        try:
-            return super().load_overload(*arguments)
-        except Exception:  # pickle raises almost anything when a file ends early
-            self.flush()  # so that compiling again fills it again
-            return None
-
-
-class _Function(ccallback.CFunc):  # type: ignore[misc]
-    """A C function made by Numba, in the cache above if there is a place for it."""
-
-    def enable_caching(self) -> None:
-        try:
-            self._cache = _Cache(self._pyfunc)
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):
-                raise
-
-    def compile(self) -> None:
-        try:
-            super().compile()
-        except OSError:  # the place of the cache cannot be read or written
-            self._cache = caching.NullCache()
-            super().compile()
+class _Kernel(NamedTuple):
+    address: int
+    call: Any
 
 
 class _Compiled:
-    """The kernels compiled so far."""
+    """The kernels compiled or loaded so far."""
 
     def __init__(self) -> None:
-        self.kernels: dict[str, Any] = {}
+        self.code = MachineCode()
+        self.kernels: dict[str, _Kernel] = {}
         self.openmp = _OpenMP()
-        self.announced = False
-        self.renew()
 
-    def renew(self) -> None:
-        """A new lock, also for a forked child: a thread that it does not have may hold the old one."""
-        self.compiling = threading.RLock()
+    def kernel(self, name: str) -> _Kernel:
+        address = self.code.address(name)
+        return self.kernels.setdefault(name, _Kernel(address, _CALL(address)))
 
-    def kernel(self, name: str) -> Any:
-        with self.compiling:
-            if name not in self.kernels:
-                made = self.build(KERNELS[name], "void(int64, int64, int64, int64)", error_model="numpy")
-                made.call = _CALL(made.address)
-                self.kernels[name] = made
-            return self.kernels[name]
-
-    def team(self) -> Any:
-        with self.compiling:
-            if "_team" not in self.kernels:
-                self.kernels["_team"] = self.build(team, "void(int64)")
-            return self.kernels["_team"]
-
-    def build(self, function: Callable[..., Any], signature: str, **options: str) -> Any:
-        notice = type("Notice", (event.Listener,), {"on_start": self.announce, "on_end": lambda *_: None})
-        made = _Function(function, sigutils.normalize_signature(signature), locals={}, options=options)
-        with event.install_listener("numba:run_pass", notice()):
-            made.enable_caching()
-            made.compile()
-        return made
-
-    def announce(self, *_: Any) -> None:
-        """Called at each pass of the compiler; not called when the cache serves."""
-        if not self.announced:
-            self.announced = True
-            print("lowtide: compiling CPU kernels (once, then cached)", file=sys.stderr, flush=True)
+    def team(self) -> int:
+        return self.code.address("team")
 
 
 _compiled = _Compiled()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_compiled.renew)
+    os.register_at_fork(after_in_child=_compiled.code.renew)
 
 
 def compile(name: str) -> None:
     """Compiles one kernel, or loads it from the cache; raises if that is impossible."""
-    if numba.config.DISABLE_JIT:
-        raise RuntimeError("NUMBA_DISABLE_JIT is set")
     _compiled.kernel(name.removesuffix("_"))  # what works in place has the same kernel
     _compiled.team()
 
@@ -228,7 +149,7 @@ class _Teams:
             ),
         )
         start = time.perf_counter_ns()
-        c.openmp.parallel(c.team().address, launch.buffer_info()[0], threads, 0)
+        c.openmp.parallel(c.team(), launch.buffer_info()[0], threads, 0)
         done = Progress(*progress)
         waited = time.perf_counter_ns() - start - done.nanoseconds
         saved = done.nanoseconds * (items - done.own) // max(done.own, 1)

@@ -11,10 +11,19 @@ the size that ``cpu`` allocates. Kernels call the same functions.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
-_jitable: Any = import_module("numba.extending").register_jitable  # some versions are typed and some are not
+F = TypeVar("F", bound=Callable[..., Any])
+
+SHARED: list[Callable[..., Any]] = []
+"""Functions that kernels call too: ``compiled`` tells Numba of them, which a process without it need not import."""
+
+
+def _shared(function: F) -> F:
+    SHARED.append(function)
+    return function
+
 
 BATCH = 2048  # values worked on at once where several groups or slabs fit: they stay in L1
 TILE = 4096  # values of an item, for kernels that know no groups
@@ -551,13 +560,13 @@ class Coding(NamedTuple):
 # ---------------------------------------------------------------- scratch
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def aligned(size: int) -> int:
     """The next multiple of a cache line, in bytes."""
     return (size + LINE - 1) // LINE * LINE
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def groups_at_once(group: int) -> int:
     """Groups that are worked on together, so that their values stay in L1."""
     return max(1, BATCH // group)
@@ -575,7 +584,7 @@ class EncodeScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def encode_scratch(groups: int, group: int) -> EncodeScratch:
     """For up to ``groups`` groups."""
     codes = aligned(8 * groups)
@@ -592,7 +601,7 @@ class GroupsScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def quantize_groups_scratch(group: int) -> GroupsScratch:
     """See :class:`GroupsScratch`."""
     wide = encode_scratch(groups_at_once(group), group).end
@@ -616,7 +625,7 @@ class DequantizeScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def dequantize_groups_scratch(group: int) -> DequantizeScratch:
     """See :class:`DequantizeScratch`."""
     wide = aligned(group + 8)
@@ -633,7 +642,7 @@ class RebuildChainScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def rebuild_chain_scratch(group: int) -> RebuildChainScratch:
     """Of ``rebuild_chain``."""
     room = dequantize_groups_scratch(group)
@@ -652,7 +661,7 @@ class ChannelsScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def channels_scratch(group: int) -> ChannelsScratch:
     """See :class:`ChannelsScratch`."""
     staged = encode_scratch(TILE_CHANNELS, group).end
@@ -660,7 +669,7 @@ def channels_scratch(group: int) -> ChannelsScratch:
     return ChannelsScratch(0, staged, gathered, gathered + 4 * TILE_CHANNELS * group)
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def one_group_scratch(group: int) -> ValuesScratch:
     """The values of one group."""
     return ValuesScratch(0, 4 * group)
@@ -681,7 +690,7 @@ class QuantizeBlocksScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def quantize_blocks_scratch(group: int, slabs: Slabs, most: int) -> QuantizeBlocksScratch:
     """See :class:`QuantizeBlocksScratch`."""
     batch = BATCH + slabs.block * slabs.rows * slabs.width * slabs.inner
@@ -703,7 +712,7 @@ class SplitScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def split_scratch(most: int) -> SplitScratch:
     """For up to ``most`` blocks."""
     return SplitScratch(0, 32 * most, 36 * most, 40 * most)
@@ -719,7 +728,7 @@ class MeansScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def means_scratch(slabs: Slabs) -> MeansScratch:
     """Also of ``block_means``."""
     means = 4 * slabs.width * slabs.inner
@@ -741,7 +750,7 @@ class DequantizeBlocksScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def dequantize_blocks_scratch(group: int, slabs: Slabs) -> DequantizeBlocksScratch:
     """See :class:`DequantizeBlocksScratch`."""
     batch = BATCH + slabs.block * slabs.rows * slabs.width * slabs.inner
@@ -761,7 +770,7 @@ class SpreadScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def spread_scratch(slabs: Slabs) -> SpreadScratch:
     """Of ``spread_blocks``."""
     size = 4 * slabs.block * slabs.rows * slabs.width * slabs.inner
@@ -777,7 +786,7 @@ class AffineScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def affine_scratch() -> AffineScratch:
     """Of ``rebuild_affine``."""
     return AffineScratch(0, 4 * TILE, 8 * TILE)
@@ -798,7 +807,7 @@ class NormScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def norm_scratch(samples: int, values: int, group: int, spare: int) -> NormScratch:
     """Of ``norm_backward``: groups may begin before the first of ``values`` values, and end after the last."""
     length = aligned(4 * (values + 2 * group)) // 4
@@ -816,7 +825,7 @@ class BatchNormScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def batch_norm_scratch() -> BatchNormScratch:
     """Of ``native_batch_norm``."""
     return BatchNormScratch(0, 64, 128)
@@ -831,7 +840,7 @@ class BernoulliScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def bernoulli_scratch() -> BernoulliScratch:
     """Of ``bernoulli_``."""
     return BernoulliScratch(0, 4 * TWISTER, 8 * TWISTER + 64)
@@ -849,7 +858,7 @@ class MaxPoolScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def max_pool_scratch(columns: int, width: int) -> MaxPoolScratch:
     """Of ``max_pool2d_with_indices``."""
     place = aligned(4 * columns)
@@ -865,13 +874,13 @@ class BandScratch(NamedTuple):
     end: int
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def band_scratch() -> BandScratch:
     """Of ``pack_band``."""
     return BandScratch(0, TILE, 5 * TILE)
 
 
-@_jitable  # type: ignore[untyped-decorator]
+@_shared
 def taps_scratch() -> ValuesScratch:
     """The taps of one tile, as 32-bit integers."""
     return ValuesScratch(0, 4 * TILE)

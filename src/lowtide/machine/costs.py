@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..codecs import BlockMean, Codec, GroupQuant, Indices, LogQuant, PoolOffsets, SampleQuant, SixSigma, TwoValue
-from .malloc import is_tuned
+from ..malloc import is_tuned
 from .measure import ChildError, Emit, available_nbytes, peak_above, run_child
 
 _LARGE, _SMALL = 1_600_000, 4096  # values of the two tensors that a codec's seconds follow from

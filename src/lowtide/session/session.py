@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import kernels
+from .. import kernels, malloc
 from ..codecs import FLOATS, Packed, Raw, TensorMeta
 from ..graph import capture, shards
 from ..graph.capture import Capture, Site, Slot
@@ -154,7 +154,10 @@ class Session:
 
     def _tune(self, tuner: Tuner) -> None:
         """Let the method's tuner decide; ranks that work on the same samples do as the first of them."""
+        measured = tuner.measuring
         tuner.begin(self.step)
+        if measured and not tuner.measuring:
+            malloc.settle()
         if self._team is not None:
             tuner.load_state_dict(self._team.agreed(tuner.state_dict()))
 

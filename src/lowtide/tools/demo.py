@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..attachment import Attachment, attach
-from ..machine.malloc import give_back, start_environment, tune_cpu_allocator
 from ..machine.measure import Child, Emit, peak_above, reset_peak, resident
+from ..malloc import give_back, start_environment, tune_cpu_allocator
 from ..planning.profiling import profile
 from ..report import size
 from ..verify.check import check

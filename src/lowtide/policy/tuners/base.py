@@ -67,6 +67,11 @@ class Tuner(ABC):
     def begin(self, step: int) -> None:
         """Before each forward that will be compressed."""
 
+    @property
+    def measuring(self) -> bool:
+        """Does the step that began last need more memory than most, because it measures?"""
+        return False
+
     @abstractmethod
     def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
         """The choice for this tensor, in place of the method's own ``base``. ``tensor`` is only read.

@@ -242,6 +242,11 @@ class MixTuner(Probed):
         """After the first forward."""
         return bool(self._seen or self._notes)
 
+    @property
+    def measuring(self) -> bool:
+        """In steps 1, 3, 9 and so on."""
+        return self._measuring
+
     def settle(self) -> None:
         """Read all numbers that were measured and not read yet, at once, and note them in the order of measuring."""
         notes, self._notes = self._notes, []

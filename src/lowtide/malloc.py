@@ -93,3 +93,12 @@ def give_back() -> bool:
         return False
     ctypes.CDLL(None).malloc_trim(0)
     return True
+
+
+def settle() -> None:
+    """After a step that needed more than the next ones will: return what is free, if this process keeps what it frees.
+
+    Blocks of the next steps lie elsewhere than those of that one. What they leave unused would stay resident.
+    """
+    if is_tuned():
+        give_back()

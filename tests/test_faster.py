@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fresh
 import lowtide
 from lowtide import kernels
 from lowtide.graph import thrift
@@ -373,3 +374,29 @@ def test_nothing_is_drawn_where_nothing_is_dropped(calls: Calls) -> None:
         F.dropout(x, training=False)
         F.scaled_dot_product_attention(x, x, x)
     assert not calls.made
+
+
+def test_torchs_compiler_is_not_imported_for_a_mode() -> None:
+    """Torch keeps its compiler away from what a mode does, and imports it for that: seconds, and tens of megabytes."""
+    code = """
+import sys, torch, lowtide
+from lowtide.graph import thrift
+model = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8))
+def step():
+    used.clear()
+    with lowtide.compress(model, "lossless"):
+        loss = model(torch.ones(4, 8, 64, 64)).square().sum()
+    loss.backward()
+    assert used == ["native_batch_norm"], used
+used, find = [], thrift.kernels.like_torch
+thrift.kernels.like_torch = lambda name: used.append(name) or find(name)
+step()
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+torch._dynamo.disable = lambda function, *_, **__: lambda *args, **kwargs: asked.append(1) or function(*args, **kwargs)
+asked = []
+step()
+assert asked, "where there is a compiler, it has to keep away"
+"""
+    result = fresh.run(code)
+    assert result.returncode == 0, result.stderr

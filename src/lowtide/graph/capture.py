@@ -46,7 +46,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +105,33 @@ _PICKING = {
 }
 BOUNDARY_CODEC = "lowtide_codec"
 """The attribute of a checkpointed function that names the codec for its inputs."""
-DispatchMode: Any = _DISPATCH.TorchDispatchMode
-"""A context that sees every call of an operator, those of backward included."""
+
+
+class DispatchMode(_DISPATCH.TorchDispatchMode):  # type: ignore[misc]
+    """A context that sees every call of an operator, those of backward included.
+
+    Torch keeps its compiler away from what a mode does, and imports the compiler for that at the first call: two
+    seconds and 70 MB. Where nobody has imported it there is nothing to be kept away.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in cls.__dict__:
+            cls.__torch_dispatch__ = _untraced(cls.__torch_dispatch__)
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    disabled = cast(Any, torch)._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return call
 
 
 class Site(NamedTuple):

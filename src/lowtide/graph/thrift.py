@@ -420,7 +420,7 @@ _FASTER = {
 }
 
 
-class Faster(capture.DispatchMode):  # type: ignore[misc]
+class Faster(capture.DispatchMode):
     """Inside, kernels of ours stand for some operators of torch, with the same bits. Nodes are those of torch."""
 
     def __torch_dispatch__(

@@ -38,7 +38,7 @@ class Live:
         self.label = label
 
 
-class Recorder(capture.DispatchMode):  # type: ignore[misc]
+class Recorder(capture.DispatchMode):
     """Records the storages that operators make inside this context, in forward and backward.
 
     ``where`` names the module or node at work, for a reader.

@@ -52,8 +52,9 @@ def tune_cpu_allocator() -> bool:
     From now on every block that anything in the process asks of ``malloc``, however large, comes from the heap and not
     from a mapping of its own (``M_MMAP_MAX`` 0), the heap never shrinks (``M_TRIM_THRESHOLD`` off), and small blocks
     that are freed join their neighbours at once (``M_MXFAST`` 0). So resident memory no longer falls when tensors are
-    freed, and other processes cannot have it; ``malloc_trim`` still gives it back. Nothing else changes, and it cannot
-    be undone. Call it once at the start of a CPU training script.
+    freed, and other processes cannot have it. ``malloc_trim`` still gives it back; a session calls it in the few steps
+    in which its method measures. Nothing else changes, and it cannot be undone. Call it once at the start of a CPU
+    training script.
 
     With glibc before 2.38 the process should also be started with the variables of :func:`start_environment`, or its
     heap grows to two or three times what is alive.
@@ -96,9 +97,9 @@ def give_back() -> bool:
 
 
 def settle() -> None:
-    """After a step that needed more than the next ones will: return what is free, if this process keeps what it frees.
+    """Between computations that differ: return what is free, if this process keeps what it frees.
 
-    Blocks of the next steps lie elsewhere than those of that one. What they leave unused would stay resident.
+    The blocks of the next lie elsewhere in the heap than those of the last. What they leave unused would stay resident.
     """
     if is_tuned():
         give_back()

@@ -156,7 +156,7 @@ class Session:
         """Let the method's tuner decide; ranks that work on the same samples do as the first of them."""
         measured = tuner.measuring
         tuner.begin(self.step)
-        if measured and not tuner.measuring:
+        if measured != tuner.measuring:  # steps of another kind begin
             malloc.settle()
         if self._team is not None:
             tuner.load_state_dict(self._team.agreed(tuner.state_dict()))
@@ -179,6 +179,8 @@ class Session:
                 handle.entry.left()
         self._ledger.close()
         self._forget()
+        if self.policy.tuner is not None and self.policy.tuner.measuring:
+            malloc.settle()
 
     def begin(self, module: nn.Module) -> None:
         """Before each forward of an attached ``module``: a step of its own, if gradients are on."""

@@ -230,7 +230,7 @@ def limits(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "steps": steps,
-    "another machine": lambda results: steps(results, "steps_xeon.csv"),
+    "another machine": lambda results: steps(results, "steps_epyc.csv"),
     "earlier steps": lambda results: steps(results, "steps_earlier.csv"),
     "limits": limits,
     "codecs": codecs,

@@ -107,15 +107,16 @@ def test_another_allocator_loaded_first_is_not_tuned(tmp_path):
 @pytest.mark.parametrize("tuned", [True, False])
 def test_free_memory_is_given_back_around_forwards_that_measure(tuned, monkeypatch):
     """Those of `auto` are 1, 3 and 9; `actnn` has none. A process that is not tuned is left alone."""
-    given, steps = [], 0
+    given, losses = [], []
     monkeypatch.setattr(malloc, "is_tuned", lambda: tuned)
-    monkeypatch.setattr(malloc, "give_back", lambda: given.append(steps))
+    monkeypatch.setattr(malloc, "give_back", lambda: given.append(len(losses) + 1))
     for method, expected in (("auto", [1, 1, 2, 3, 3, 4, 9, 9, 10]), ("actnn", [])):
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
         given.clear()
-        for step in range(1, 12):
-            steps = step
+        losses.clear()
+        for _ in range(11):
             with lowtide.compress(model, method):
                 loss = model(torch.randn(128, 64)).square().sum()
             loss.backward()
+            losses.append(loss.item())
         assert given == (expected if tuned else [])

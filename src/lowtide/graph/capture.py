@@ -110,8 +110,8 @@ BOUNDARY_CODEC = "lowtide_codec"
 class DispatchMode(_DISPATCH.TorchDispatchMode):  # type: ignore[misc]
     """A context that sees every call of an operator, those of backward included.
 
-    Torch keeps its compiler away from what a mode does, and imports the compiler for that at the first call: two
-    seconds and 70 MB. Where nobody has imported it there is nothing to be kept away.
+    Torch keeps its compiler away from what a mode does, and imports the compiler for that at the first call, which
+    takes seconds and tens of megabytes. Where nobody has imported it there is nothing to be kept away.
     """
 
     @classmethod
@@ -125,6 +125,7 @@ class DispatchMode(_DISPATCH.TorchDispatchMode):  # type: ignore[misc]
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which torch's compiler does not look into if there is one."""
     disabled = cast(Any, torch)._disable_dynamo(function)
 
     @functools.wraps(function)

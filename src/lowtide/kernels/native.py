@@ -1,8 +1,8 @@
 """Machine code of the kernels. Numba makes it once for a machine; other processes load it without Numba.
 
-Numba takes more than a second and a hundred megabytes in each process that imports it, which is more than compression
-saves in a small network. What it makes of a kernel is an object file of some 30 KB, so the first process writes that
-to a cache, and llvmlite, a small part of Numba, links it.
+Numba takes time and memory in each process that imports it, in a small network more than compression saves. What it
+makes of a kernel is an object file of some 30 KB, so the first process writes that to a cache, and llvmlite, a small
+part of Numba, links it.
 """
 
 from __future__ import annotations

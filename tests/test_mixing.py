@@ -212,6 +212,50 @@ def test_tensors_are_rebuilt_where_that_is_better():
     assert {site.op for site in rebuilt} <= {"Relu", "Convolution"}
 
 
+class Residual(nn.Module):
+    """A block whose sum has two sources: one is scaled by a batch norm, the other is added as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.norm = nn.BatchNorm2d(8)
+        nn.init.constant_(self.norm.weight, 2.0)
+
+    def forward(self, x):
+        kept = self.first(x + 0).relu()
+        return self.third((self.norm(self.second(kept)) + kept).relu())
+
+
+def test_each_source_of_a_sum_has_a_gain_of_its_own():
+    """Against each source rounded alone. One gain for both would be wrong by their ratio, far more than a fifth."""
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(16, 8, 16, 16)
+    handle = lowtide.attach(model, "auto", bits=4)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        handle._session.policy.tuner._due = 0  # every step measures, and the first plan has sources that are rounded
+    handle.remove()
+    tuner = handle._session.policy.tuner
+    tuner.settle()
+    (seen,) = (s for s in tuner._seen.values() if len(s.sources) == 2)
+
+    with torch.no_grad():
+        kept = model.first(x).relu()
+        z = model.second(kept)
+        scale = model.norm.weight * (z.var((0, 2, 3), unbiased=False) + model.norm.eps).rsqrt()
+        active = model.norm(z) + kept > 0
+        codec = GroupQuant(2, 256, "channel", dither=True)
+        found = {}
+        for name, tensor, factor in (("norm", z, scale[:, None, None]), ("kept", kept, 1.0)):
+            error = codec.encode(tensor, key=1).decode() - tensor
+            found[name] = float((error * factor * active).square().mean() / error.square().mean())
+    ops = [site.op for site in seen.sources]
+    gains = {"norm" if "BatchNorm" in op else "kept": gain for op, gain in zip(ops, seen.gains, strict=True)}
+    assert found["norm"] > 4 * found["kept"]
+    assert gains == pytest.approx(found, rel=0.2)
+
+
 def test_the_plan_beats_equal_bits_for_all():
     model, batch = Maps(), images(32)
     exact = gradient(model, batch)

@@ -230,7 +230,7 @@ class Errors(Tuner):
         pass
 
     def choose(self, use, tensor, base, from_sources=None):
-        self.seen[use.sites[0]] = (use, tensor.clone(), None if from_sources is None else from_sources())
+        self.seen[use.sites[0]] = (use, tensor.clone(), None if from_sources is None else from_sources.make())
         return base
 
     def state_dict(self):

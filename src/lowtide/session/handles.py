@@ -8,7 +8,7 @@ never copied, and all consumers of a tensor are known before its codec is chosen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from ..graph.derive import PIECE, Affine, Origin, Term, pieces
 from ..graph.rules import Need
 from ..graph.weights import Made
 from ..kernels import ops
+from ..policy.tuners.base import FromSources
 from ..policy.use import least_bits
 from .doubts import Doubts
 from .ledger import SHAPE_ONLY, Entry
@@ -537,8 +538,8 @@ def sites_of(origin: Origin) -> tuple[Site, ...]:
     return tuple(s.handle.consumers[0].site for s in origin.sources if isinstance(s, Reference))
 
 
-def rebuilder(origin: Origin | None, tensor: Tensor, meta: TensorMeta) -> Callable[[], Tensor] | None:
-    """A function that makes the tensor again from its sources as they are stored, as backward would."""
+def rebuilder(origin: Origin | None, tensor: Tensor, meta: TensorMeta) -> FromSources | None:
+    """How to make the tensor again from its sources as they are stored; None if that tells nothing."""
     if origin is None or any(_is_exact(s.handle) for s in origin.sources if isinstance(s, Reference)):
         return None  # as long as a source is exact, rebuilding from it tells nothing of its noise
     made = origin
@@ -547,7 +548,8 @@ def rebuilder(origin: Origin | None, tensor: Tensor, meta: TensorMeta) -> Callab
         support = ops.pack_band(flatten(tensor)[0], 0.0, math.inf, False, True) if made.rectified else None
         return Rebuilt(made, meta).decode(support)
 
-    return rebuild
+    makes = [term.make for term in made.terms for source in term.sources if isinstance(source, Reference)]
+    return FromSources(rebuild, [make.scale if isinstance(make, Affine) else None for make in makes])
 
 
 def described(origin: Origin) -> str:

@@ -21,8 +21,14 @@ from ...graph.rules import Need
 from ..choice import Choice
 from ..use import Use
 
-FromSources = Callable[[], Tensor]
-"""Makes a tensor again from its sources as they are stored, as backward would."""
+
+class FromSources(NamedTuple):
+    """How to make a tensor again from its sources."""
+
+    make: Callable[[], Tensor]
+    """Makes it from the sources as they are stored, as backward would."""
+    scales: Sequence[Tensor | None]
+    """What each source is multiplied by: a number for each channel; None for 1, and for what is no product."""
 
 
 class Wanted(Enum):

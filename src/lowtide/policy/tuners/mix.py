@@ -12,7 +12,8 @@ Where noise comes from, for a tensor that is stored with a mean squared error ``
   to the tensor, and the part ``r`` that changes of the squared gradient at the op's input tells how much of every
   earlier gradient is noise: ``noise_w**2 = r * m * c * |dy|**2`` for each weight before it, with ``m`` the mean square
   of that weight's own input.
-- A *rebuilt* tensor has the noise of its sources, times a gain.
+- A *rebuilt* tensor has the noise of its sources, each times a gain of its own. Their sum is measured; what belongs to
+  which source follows from what each is multiplied by.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Finding(NamedTuple):
     """The same for the whole gradient alone: the squared noise beside the square of the gradient."""
     options: list[Option]
     sources: list[tuple[Site, float]]
-    """First sites of those that it can be rebuilt from, with the gain of their errors."""
+    """First sites of those that it can be rebuilt from, each with the gain of its error."""
 
 
 @dataclasses.dataclass
@@ -145,13 +146,16 @@ class _Seen:
     tried: float
     """The mean square of the noise that backward tries."""
     sources: tuple[Site, ...]
-    gain: float | None
-    """Its error, had it been rebuilt, beside the sum of its sources' errors; None if it cannot be rebuilt."""
+    gains: tuple[float, ...]
+    """What a unit of each source's error adds to its own error if it is rebuilt; empty if it cannot be."""
     bend: float
-    """The mean square of that error's mean in each column, beside the square of that sum: a linear recipe leaves 0."""
+    """Of its error if it is rebuilt, the mean square of the mean in each column beside the square of the mean square.
+
+    A linear recipe leaves 0.
+    """
 
 
-_NUMBERS = ("numel", "square", "error", "tried", "gain", "bend")
+_NUMBERS = ("numel", "square", "error", "tried", "bend")
 
 
 class _Share(NamedTuple):
@@ -231,6 +235,7 @@ class MixTuner(Probed):
         self._notes: list[tuple[Sequence[Number], Callable[..., None]]] = []
         self._trying: dict[Site, Tensor] = {}  # what notes will say of it, for the backward that comes before
         self._rounded: set[Site] = set()  # first sites of what the last look found stored with an error
+        self._spread: dict[Site, Tensor] = {}  # the variance of each channel, by first site, of this forward
         self._probed: dict[Site, float] = {}
         self._plan = Plan()
         self.planner: Callable[[list[Finding]], Plan] | None = None
@@ -267,6 +272,7 @@ class MixTuner(Probed):
             self._due = min(3 * self._step, self._step + _LONGEST)
         self._step = step
         self._measuring = not self._plan or step >= self._due or step < self._due - _LONGEST
+        self._spread.clear()
         if self._measuring:
             self._felt, self._bad = {}, False
 
@@ -301,13 +307,16 @@ class MixTuner(Probed):
         self._rounded.discard(use.sites[0])
         if now.action is Action.REBUILD or now.codec in candidates.fits:
             self._rounded.add(use.sites[0])
+        if use.sharing and piece.dim() > 1:  # a norm reads it, and may scale its channels
+            self._spread[use.sites[0]] = _of_channels(piece).var(1)
         rebuilt: tuple[Number, ...] = ()
         size = (0, 0)
         # Sources that are exact now tell nothing of what rebuilding costs, and what was measured earlier holds.
         if from_sources is not None and not self._rounded.isdisjoint(use.sources):
-            error = from_sources().to(torch.float32).sub_(tensor)
+            error = from_sources.make().to(torch.float32).sub_(tensor)
             means = _means(error, bool(use.dims))
-            rebuilt, size = (square_of(error), square_of(means)), (error.numel(), means.numel())
+            factors = map(self._factor, use.sources, from_sources.scales)
+            rebuilt, size = (square_of(error), square_of(means), *factors), (error.numel(), means.numel())
 
         count = len(numbers)
 
@@ -315,23 +324,41 @@ class MixTuner(Probed):
             own, again = values[:count], values[count:]
             options, square = candidates.options(own)
             error = next((o.error for o in options if o.codec == now.codec), 0.0)
-            gain, bend, lost = self._from_sources(use, _errors(again[0], again[1], *size) if again else None)
+            errors = _errors(again[0], again[1], *size) if again else None
+            gains, bend, lost = self._from_sources(use, errors, again[2:])
             if now.action is Action.REBUILD:
                 error = lost
             options.append(Option(None, 0.0, use.meta.nbytes))
-            self._remember(_Seen(use.sites, use.meta.numel, square, options, error, tried, use.sources, gain, bend))
+            self._remember(_Seen(use.sites, use.meta.numel, square, options, error, tried, use.sources, gains, bend))
 
         self._notes.append(((tried, *numbers, *rebuilt), note))
 
-    def _from_sources(self, use: Use, errors: tuple[float, float] | None) -> tuple[float | None, float, float]:
-        """Gain, bend and error of rebuilding the tensor from its sources as they are stored now."""
-        base = sum(self._seen[s].error for s in use.sources if s in self._seen)
-        if errors is not None and base > 0 and math.isfinite(errors[0]):
-            return errors[0] / base, errors[1] / base**2, errors[0]
+    def _factor(self, source: Site, scale: Tensor | None) -> Number:
+        """What the error of a source is multiplied by on the way to a sum, before the mask: the mean over its channels.
+
+        A channel's error is taken to be in proportion to its variance, as its ranges are.
+        """
+        spread = self._spread.get(source)
+        if scale is None or spread is None:
+            return 1.0
+        return (scale.square() * spread).sum(dtype=torch.float64) / spread.sum(dtype=torch.float64)
+
+    def _from_sources(
+        self, use: Use, errors: tuple[float, float] | None, factors: Sequence[float]
+    ) -> tuple[tuple[float, ...], float, float]:
+        """Gains, bend and error of rebuilding the tensor from its sources as they are stored now."""
+        of_sources = [self._seen[s].error if s in self._seen else 0.0 for s in use.sources]
+        if errors is not None:
+            # Where all channels are constant, or one is not finite, the factor is not a number.
+            factors = [f if math.isfinite(f) else 1.0 for f in factors]
+            base = sum(f * e for f, e in zip(factors, of_sources, strict=True))
+            lost, of_means = errors
+            if base > 0 and math.isfinite(lost):
+                return tuple(lost / base * f for f in factors), of_means / lost**2 if lost > 0 else 0.0, lost
         before = self._seen.get(use.sites[0])
-        if before is None or before.sources != use.sources or before.gain is None:
-            return None, 0.0, 0.0
-        return before.gain, before.bend, before.gain * base
+        if before is None or before.sources != use.sources or not before.gains:
+            return (), 0.0, 0.0
+        return before.gains, before.bend, sum(g * e for g, e in zip(before.gains, of_sources, strict=True))
 
     def _remember(self, seen: _Seen) -> None:
         self._seen[seen.sites[0]] = seen
@@ -538,15 +565,19 @@ class MixTuner(Probed):
         sources: list[list[tuple[int, float]]] = []
         for _, seen in known:
             sources.append([])
-            if seen.gain is None or not all(s in place for s in seen.sources):
+            if not seen.gains or not all(s in place for s in seen.sources):
                 continue
-            # The mean that a bend leaves grows with the noise, not with its root: a limit to the sources' error.
+            # The mean that a bend leaves grows with the noise, not with its root: a limit to what each source adds.
             slope = self._slope(seen)
             limit = bias / math.sqrt(slope) if slope > 0 else math.inf
-            if all(any(o.error <= limit and o.codec for o in self._seen[s].options) for s in seen.sources):
-                sources[-1] = [(place[s], seen.gain) for s in seen.sources]
-                for j, _ in sources[-1]:
-                    most[j] = min(most[j], limit)
+            limits = [limit / gain if gain > 0 else math.inf for gain in seen.gains]
+            if all(
+                any(o.error <= least and o.codec for o in self._seen[s].options)
+                for s, least in zip(seen.sources, limits, strict=True)
+            ):
+                sources[-1] = [(place[s], gain) for s, gain in zip(seen.sources, seen.gains, strict=True)]
+                for (j, _), least in zip(sources[-1], limits, strict=True):
+                    most[j] = min(most[j], least)
         options = [[o for o in seen.options if o.error <= m] for (_, seen), m in zip(known, most, strict=True)]
         return options, sources
 
@@ -556,7 +587,7 @@ class MixTuner(Probed):
         return bias / most if most > 0 else math.inf
 
     def _slope(self, seen: _Seen) -> float:
-        """The squared bias of a weight's gradient in units of its square, beside the squared error of the sources."""
+        """The squared bias of a weight's gradient in units of its square, beside the squared error of the input."""
         least = _NEGLIGIBLE**2 * self._total()
         return max((seen.bend * f.own(least) * f.aligned for f in self._known(seen) if f.weight > 0), default=0.0)
 
@@ -581,6 +612,7 @@ class MixTuner(Probed):
                     **{key: getattr(seen, key) for key in _NUMBERS},
                     "options": [[o.codec and o.codec.to_config(), o.error, o.nbytes] for o in seen.options],
                     "sources": [list(s) for s in seen.sources],
+                    "gains": list(seen.gains),
                     "sites": [list(s) for s in seen.sites],
                 }
                 for seen in self._seen.values()
@@ -605,7 +637,8 @@ class MixTuner(Probed):
             sites, sources = (tuple(map(site_of, row[key])) for key in ("sites", "sources"))
             options = [Option(c and from_config(c), error, nbytes) for c, error, nbytes in row["options"]]
             numbers = {key: row[key] for key in _NUMBERS}
-            self._remember(_Seen(sites=sites, sources=sources, options=options, **numbers))
+            gains = tuple(row["gains"])
+            self._remember(_Seen(sites=sites, sources=sources, options=options, gains=gains, **numbers))
             if row["error"] > 0:
                 self._rounded.add(sites[0])
 
@@ -623,6 +656,11 @@ def _counts_whole(felt: _Felt, count: int, total: float) -> float:
 def _least(options: Sequence[Sequence[Option]], sources: Sequence[Sequence[tuple[int, float]]]) -> int:
     """The bytes of the cheapest plan: everything is rebuilt that can be."""
     return sum(min(o.nbytes for o in those) for those, from_ in zip(options, sources, strict=True) if not from_)
+
+
+def _of_channels(maps: Tensor) -> Tensor:
+    """Each channel's values in a row of its own."""
+    return maps.to(torch.float32).transpose(0, 1).flatten(1)
 
 
 def _means(error: Tensor, maps: bool) -> Tensor:

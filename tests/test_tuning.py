@@ -184,6 +184,29 @@ def test_chosen_options_are_within_one_gain_of_the_optimum_and_the_budget(sites,
             assert not (feasible(changed) and error < errors[chosen[i]])
 
 
+def test_sites_trade_where_one_is_large():
+    """Without trades one in four would be above the best of all choices, and one in eight by more than a tenth."""
+    rng = random.Random(5)
+    excess = []
+    for _ in range(100):
+        sizes = [rng.choice([1, 2, 4]) for _ in range(6)]
+        sizes[rng.randrange(6)] *= 10
+        weights = [size * 10 ** rng.uniform(-1, 1) for size in sizes]
+        cost = [[weight / 4**bits for bits in (2, 3, 4, 5)] for weight in weights]
+        nbytes = [[size * bits for bits in (2, 3, 4, 5)] for size in sizes]
+        budget = int(sum(sizes) * rng.uniform(2, 5))
+
+        def total(table, picked):
+            return sum(row[k] for row, k in zip(table, picked, strict=True))
+
+        chosen = choose(cost, nbytes, budget)
+        assert total(nbytes, chosen) <= budget
+        picks = itertools.product(range(4), repeat=6)
+        excess.append(total(cost, chosen) / min(total(cost, p) for p in picks if total(nbytes, p) <= budget))
+    assert sum(e > 1 + 1e-9 for e in excess) <= 10
+    assert max(excess) < 1.1
+
+
 def test_options_off_the_hull_use_what_is_left():
     # Error per byte makes (12, 0.0) the only step, which does not fit; (11, 9.9) lies above the hull and does.
     assert choose([[10.0, 9.9, 0.0]], [[10, 11, 12]], 11) == [1]

@@ -114,12 +114,16 @@ def choose(cost: Sequence[Sequence[float]], nbytes: Sequence[Sequence[int]], bud
     ``cost[i][k]`` is the error of option ``k`` at site ``i``, ``nbytes[i][k]`` its bytes. The sum of errors is above
     the optimum by at most the gain of one option: the first improvement, in order of error per byte along
     each site's lower convex hull, that did not fit. What is left goes to any options that still fit, also those off the
-    hull. An error that is not finite is worse than all finite ones together.
+    hull. Then sites trade: one is improved for which others give up bytes, as long as that lowers the sum. It matters
+    where one site is large beside the rest, and what fits instead of it is worth less. An error that is not finite is
+    worse than all finite ones together.
 
     >>> choose([[9.0, 1.0, 0.0], [5.0, 4.0, 0.0]], [[10, 20, 40], [10, 20, 40]], 50)
     [2, 0]
     >>> choose([[9.0, 1.0, 0.0], [5.0, 4.0, 0.0]], [[10, 20, 40], [10, 20, 40]], 60)
     [1, 2]
+    >>> choose([[9.0, 0.0], [5.0, 0.0], [1.0, 0.0]], [[10, 40], [10, 20], [10, 20]], 60)
+    [1, 0, 0]
     """
     if [len(c) for c in cost] != [len(b) for b in nbytes] or not all(cost):
         raise ValueError(
@@ -146,9 +150,9 @@ def choose(cost: Sequence[Sequence[float]], nbytes: Sequence[Sequence[int]], bud
         price = nbytes[i][high] - nbytes[i][low]
         if chosen[i] == low and price <= left:
             chosen[i], left = high, left - price
-    while (better := _best_swap(errors, nbytes, chosen, left)) is not None:
-        i, k = better
-        chosen[i], left = k, left - (nbytes[i][k] - nbytes[i][chosen[i]])
+    while changes := _best_swap(errors, nbytes, chosen, left) or _best_trade(errors, nbytes, hulls, chosen, left):
+        for i, k in changes.items():
+            chosen[i], left = k, left - (nbytes[i][k] - nbytes[i][chosen[i]])
     return chosen
 
 
@@ -240,8 +244,8 @@ def _slope(errors: Sequence[float], nbytes: Sequence[int], low: int, high: int) 
 
 def _best_swap(
     errors: Sequence[Sequence[float]], nbytes: Sequence[Sequence[int]], chosen: Sequence[int], left: int
-) -> tuple[int, int] | None:
-    """The change of one option that lowers the error most and still fits."""
+) -> dict[int, int]:
+    """The change of one option that lowers the error most and still fits; empty if none does."""
     swaps = (
         (errors[i][now] - errors[i][k], -i, -k)
         for i, now in enumerate(chosen)
@@ -249,4 +253,42 @@ def _best_swap(
         if errors[i][k] < errors[i][now] and nbytes[i][k] - nbytes[i][now] <= left
     )
     best = max(swaps, default=None)
-    return None if best is None else (-best[1], -best[2])
+    return {} if best is None else {-best[1]: -best[2]}
+
+
+def _best_trade(
+    errors: Sequence[Sequence[float]],
+    nbytes: Sequence[Sequence[int]],
+    hulls: Sequence[Sequence[int]],
+    chosen: Sequence[int],
+    left: int,
+) -> dict[int, int]:
+    """A better option for one site, and worse ones for those that lose least by it; empty if no trade gains."""
+    offers: list[tuple[float, int, int, int]] = []
+    for j, hull in enumerate(hulls):
+        now, steep = chosen[j], -math.inf
+        for k in reversed(hull):
+            if nbytes[j][k] < nbytes[j][now]:
+                # Options off the hull would lose less by their second step than by their first: steps stay in order.
+                steep = max(steep, -_slope(errors[j], nbytes[j], k, now))
+                offers.append((steep, j, now, k))
+                now = k
+    offers.sort()
+    best: tuple[float, dict[int, int]] = (0.0, {})
+    for i, hull in enumerate(hulls):
+        for k in hull:
+            raised = errors[i][chosen[i]] - errors[i][k]
+            if raised <= 0:
+                continue
+            changes, gain, lacking = {i: k}, raised, nbytes[i][k] - nbytes[i][chosen[i]] - left
+            for _, j, now, after in offers:
+                if lacking <= 0 or gain <= best[0]:
+                    break
+                if j != i:
+                    changes[j] = after
+                    gain -= errors[j][after] - errors[j][now]
+                    lacking -= nbytes[j][now] - nbytes[j][after]
+            # Differences of rounding could go round in circles.
+            if lacking <= 0 and gain > max(best[0], 1e-9 * raised):
+                best = gain, changes
+    return best[1]

@@ -100,6 +100,16 @@ def test_nobody_else_holds_them(results: Results) -> None:
     assert not results.elsewhere
 
 
+def test_under_autocast_too(results: Results) -> None:
+    """Gradients of 16 bits. The exact ones are rounded to eight bits at each of seven ops, and so are ours."""
+    with torch.autocast("cpu", torch.bfloat16):
+        exact, own = (gradients(Net(), compressed)[0] for compressed in (False, True))
+    whole = torch.cat([g.flatten() for g in exact.values()])
+    assert (torch.cat([own[name].flatten() for name in exact]) - whole).norm() < 2 * 7 * 2.0**-8 * whole.norm()
+    assert sorted(results.in_place) == ["mask_values"] * 2 + ["norm_backward"] * 2
+    assert not results.elsewhere
+
+
 def test_what_a_sum_gives_to_both_of_its_terms_stays(results: Results) -> None:
     exact, own = (gradients(Net(skip=True), compressed)[0] for compressed in (False, True))
     assert_near(own, exact)

@@ -806,11 +806,14 @@ def test_norm_backward(geometry: tuple[int, int, int], how: str) -> None:
     for bits in (2, 3, 8):
         x = 3 * sample(math.prod(geometry), torch.float32, 3) + 1
         given = norm_arguments(x, geometry, how, 256, bits, dither=bits != 8, weighted=bits != 3)
-        truth = reference.norm_backward(*given)
-        assert_same(ops.norm_backward(*given), truth, (bits, how))
-        for operator in (ops.norm_backward_, reference.norm_backward_):
-            own = given[0].clone()
-            assert_same((own, *operator(own, *given[1:])), truth, (bits, how))
+        for dtype in (torch.float32, torch.bfloat16):
+            grad, *rest = given[0].to(dtype), *given[1:]
+            truth = reference.norm_backward(grad, *rest)
+            assert truth[0].dtype == dtype
+            assert_same(ops.norm_backward(grad, *rest), truth, (bits, how))
+            for operator in (ops.norm_backward_, reference.norm_backward_):
+                own = grad.clone()
+                assert_same((own, *operator(own, *rest)), truth, (bits, how))
     assert kernels.status()["norm_backward"] == "numba"
 
 

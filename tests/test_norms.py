@@ -107,6 +107,27 @@ def test_gradients_are_those_of_the_decoded_input(
     assert_close(found, truth)
 
 
+def test_autocast_has_gradients_of_sixteen_bits(monkeypatch: pytest.MonkeyPatch, reads: Reads) -> None:
+    """Whole, the input and each gradient that is handed on are rounded to eight bits, some of them twice."""
+    model, x = network(), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model, x)
+        assert reads.count == 2
+        with decoding(monkeypatch):
+            truth = gradients(model, x)
+    for a, b in zip(found, truth, strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert (a - b).norm() <= 4 * 2.0**-8 * b.norm()
+
+
+def test_a_norm_all_in_sixteen_bits_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, reads: Reads) -> None:
+    model, x = network().bfloat16(), batch().bfloat16()
+    found = gradients(model, x)
+    assert reads.count == 0
+    with decoding(monkeypatch):
+        assert all(torch.equal(a, b) for a, b in zip(found, gradients(model, x), strict=True))
+
+
 @pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}], ids=str)
 def test_norms_of_other_kinds(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch, reads: Reads) -> None:
     model, x = network(**options), batch()

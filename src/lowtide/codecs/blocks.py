@@ -16,7 +16,7 @@ from .base import Codec, Packed, TensorMeta, form_of, layout_of, require, requir
 from .groups import (
     BITS,
     energy_of,
-    is_plain,
+    fits_norm,
     maps_of,
     quantized_nbytes,
     require_dither,
@@ -155,7 +155,7 @@ class BlockMean(Codec):
         """See :meth:`GroupQuant.norm_backward`."""
         meta = packed.meta
         geometry = self.maps(meta)
-        if geometry is None or not is_plain(grad):
+        if geometry is None or not fits_norm(meta, grad, mean, invstd, weight):
             return None
         _, frame, row = _block_frame(meta.shape, meta.stride, self.dims)
         *flat, for_weight, for_bias = (ops.norm_backward_ if in_place else ops.norm_backward)(

@@ -151,7 +151,7 @@ class GroupQuant(Codec):
         """
         meta, (codes, side) = packed.meta, packed.buffers
         geometry = self.maps(meta)
-        if geometry is None or not is_plain(grad):
+        if geometry is None or not fits_norm(meta, grad, mean, invstd, weight):
             return None
         row = 0 if self.layout == "channel" else row_of(self.layout, layout_of(meta.shape, meta.stride), meta.numel)
         key = packed.key if self.dither else None
@@ -252,7 +252,7 @@ _LARGEST_MAPS = 1 << 18
 
 def maps_of(meta: TensorMeta) -> tuple[int, int, int] | None:
     """(samples, channels, values of a map) of a tensor whose maps lie one after the other and are not too large."""
-    if meta.dtype != torch.float32 or len(meta.shape) < 3 or not meta.numel:
+    if meta.dtype not in (torch.float32, torch.bfloat16) or len(meta.shape) < 3 or not meta.numel:
         return None
     samples, channels, *sizes = meta.shape
     inner = math.prod(sizes)
@@ -261,9 +261,13 @@ def maps_of(meta: TensorMeta) -> tuple[int, int, int] | None:
     return (samples, channels, inner) if contiguous and fits else None
 
 
-def is_plain(grad: Tensor) -> bool:
-    """Is it a gradient that a kernel can read?"""
-    return grad.dtype == torch.float32 and grad.is_contiguous()
+def fits_norm(meta: TensorMeta, grad: Tensor, *statistics: Tensor | None) -> bool:
+    """Is there a kernel for the backward of a batch norm of such types?
+
+    Autocast leaves the weight and the statistics in float32. A norm that is all in 16 bits is left to torch.
+    """
+    plain = grad.dtype == meta.dtype and grad.is_contiguous()
+    return plain and all(t is None or t.dtype == torch.float32 for t in statistics)
 
 
 def energy_of(flat: Tensor, row: int, group: int, counted: Tensor | None) -> Tensor:

@@ -203,7 +203,7 @@ class Rectified(torch.autograd.Function):
         numel = grad.numel()
         if grad.stride() == stride and not torch.is_grad_enabled():
             # Compiled autograd traces this, and would ask the tensors of its tracing.
-            alone = grad.dtype == torch.float32 and not torch.compiler.is_compiling()
+            alone = grad.dtype.itemsize in (2, 4) and not torch.compiler.is_compiling()
             alone = alone and capture.owners(grad) == capture.sole_gradient()
             flat, mask = grad.as_strided((numel,), (1,)), kept.detach()
             if alone:

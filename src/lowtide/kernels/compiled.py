@@ -372,6 +372,7 @@ LOOSE, MIXED, EVEN = 0, 1, 2
 _SIXTEEN = 16  # values of a vector; a compiler may divide it
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _WORDS, _FLOATS = ir.VectorType(_WORD, _SIXTEEN), ir.VectorType(_FLOAT, _SIXTEEN)
+_SHORTS = ir.VectorType(ir.IntType(16), _SIXTEEN)
 _BYTES = ir.VectorType(ir.IntType(8), _SIXTEEN)
 
 
@@ -1120,20 +1121,21 @@ def _decode(coding: Coding, dither: int, key: tuple[int, int], values: int, firs
 
 
 @_intrinsic
-def _keep_lanes(typing: Any, mask: Any, source: Any, target: Any) -> Any:
-    """Copies as many values as ``mask`` has bits; those whose bit is 0 become 0.0."""
+def _keep_lanes(typing: Any, mask: Any, source: Any, target: Any, item: Any) -> Any:
+    """Copies as many values of ``item`` bytes as ``mask`` has bits; those whose bit is 0 become 0.0."""
     count = mask.bitwidth
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        mask, source, target = arguments
-        lanes = ir.VectorType(ir.FloatType(), count)
-        values = builder.load(builder.inttoptr(source, lanes.as_pointer()), align=4)
+        mask, source, target, _ = arguments
+        size = item.literal_value
+        lanes = ir.VectorType(ir.IntType(8 * size), count)
+        values = builder.load(builder.inttoptr(source, lanes.as_pointer()), align=size)
         kept = builder.bitcast(mask, ir.VectorType(ir.IntType(1), count))
-        values = builder.select(kept, values, ir.Constant(lanes, [0.0] * count))
-        builder.store(values, builder.inttoptr(target, lanes.as_pointer()), align=4)
+        values = builder.select(kept, values, ir.Constant(lanes, [0] * count))
+        builder.store(values, builder.inttoptr(target, lanes.as_pointer()), align=size)
         return context.get_dummy_value()
 
-    return types.void(mask, types.int64, types.int64), generate
+    return types.void(mask, types.int64, types.int64, item), generate
 
 
 @_intrinsic
@@ -1165,7 +1167,7 @@ def _copy_run(source: int, target: int, n: int, support: int, start: int) -> Non
         t[e] = s[e] & U32(-((m[(start + e) >> 3] >> ((start + e) & 7)) & 1))
     byte = (start + head) >> 3
     for j in range((n - head) >> 3):
-        _keep_lanes(m[byte + j], source + 4 * (head + 8 * j), target + 4 * (head + 8 * j))
+        _keep_lanes(m[byte + j], source + 4 * (head + 8 * j), target + 4 * (head + 8 * j), 4)
     for e in range(head + ((n - head) & ~7), n):
         t[e] = s[e] & U32(-((m[(start + e) >> 3] >> ((start + e) & 7)) & 1))
 
@@ -1788,7 +1790,7 @@ def _kernel_dequantize_channels(parameters: int, scratch: int, first: int, last:
                 row, bit = target + 4 * r * apart, t.start + r * between
                 if run == TILE_CHANNELS and bit & 7 == 0:
                     m = _pointer(p.support + (bit >> 3), types.uint8)
-                    _keep_lanes(U16(U32(m[0]) | U32(m[1]) << 8), row, row)
+                    _keep_lanes(U16(U32(m[0]) | U32(m[1]) << 8), row, row, 4)
                 else:
                     _copy_run(row, row, run, p.support, bit)
         if kind != FLOAT32:
@@ -2221,14 +2223,21 @@ def _keep_bits(mask: int, x: Any, out: Any, first: int, n: int, every: Any, none
 
 
 @_inline
-def _keep_in_place(mask: int, x: int, out: int, n: int) -> None:
+def _keep_in_place(mask: int, x: int, n: int, item: int) -> None:
     # In vectors by hand: a compiler would not write where it may still have to read.
-    m = _pointer(mask, types.uint16)
-    for j in range(n >> 4):
-        _keep_lanes(m[j], x + 64 * j, out + 64 * j)
-    bits, source, target = _pointer(mask, types.uint8), _pointer(x, types.uint32), _pointer(out, types.uint32)
-    for e in range(n & ~15, n):
-        target[e] = source[e] & U32(-((bits[e >> 3] >> (e & 7)) & 1))
+    bits, m, w = _pointer(mask, types.uint8), _pointer(mask, types.uint16), _pointer(mask, types.uint32)
+    if item == 2:
+        for j in range(n >> 5):
+            _keep_lanes(w[j], x + 64 * j, x + 64 * j, 2)
+        shorts = _pointer(x, types.uint16)
+        for e in range(n & ~31, n):
+            shorts[e] = shorts[e] & U16(-((bits[e >> 3] >> (e & 7)) & 1))
+    else:
+        for j in range(n >> 4):
+            _keep_lanes(m[j], x + 64 * j, x + 64 * j, 4)
+        words = _pointer(x, types.uint32)
+        for e in range(n & ~15, n):
+            words[e] = words[e] & U32(-((bits[e >> 3] >> (e & 7)) & 1))
 
 
 @_kernel
@@ -2239,7 +2248,7 @@ def _kernel_mask_values(parameters: int, scratch: int, first: int, last: int) ->
     n = min(last * TILE, p.numel) - start
     mask = p.mask + (start >> 3)
     if p.out == p.x:
-        _keep_in_place(mask, x + 4 * start, out + 4 * start, n)
+        _keep_in_place(mask, x + p.item * start, n, p.item)
     elif p.item == 2:
         _keep_bits(mask, _pointer(x, types.uint16), _pointer(out, types.uint16), start, n, U16(0xFFFF), U16(0))
     else:
@@ -2422,22 +2431,43 @@ def _call(typing: Any, function: Any, parameters: Any, scratch: Any, first: Any,
     return types.void(*[types.int64] * 5), generate
 
 
+def _load_kind(builder: Any, kind: int, start: Any, row: Any) -> Any:
+    """A row of sixteen values of the type, as float32."""
+    if kind == FLOAT32:
+        return _load(builder, _FLOATS, start, _times(builder, row, 4 * _SIXTEEN))
+    found = _load(builder, _SHORTS, start, _times(builder, row, 2 * _SIXTEEN))
+    return builder.bitcast(builder.shl(builder.zext(found, _WORDS), _all(16)), _FLOATS)
+
+
+def _store_kind(builder: Any, kind: int, values: Any, start: Any, row: Any) -> None:
+    """A row of sixteen values of the type, from float32; see :func:`_narrow`."""
+    if kind == FLOAT32:
+        _store(builder, values, start, _times(builder, row, 4 * _SIXTEEN))
+        return
+    words = builder.bitcast(values, _WORDS)
+    odd = builder.and_(builder.lshr(words, _all(16)), _all(1))
+    nearest = builder.lshr(builder.add(builder.add(words, _all(0x7FFF)), odd), _all(16))
+    words = builder.select(builder.fcmp_unordered("uno", values, values), _all(0xFFFF), nearest)
+    _store(builder, builder.trunc(words, _SHORTS), start, _times(builder, row, 2 * _SIXTEEN))
+
+
 @_intrinsic
-def _norm_sums(typing: Any, x: Any, grad: Any, rows: Any, rest: Any, more: Any, mean: Any) -> Any:
+def _norm_sums(typing: Any, x: Any, grad: Any, rows: Any, rest: Any, more: Any, mean: Any, kind: Any) -> Any:
     """The sum of ``grad`` and that of ``(x - mean) * grad``, over ``rows`` rows of sixteen and ``more`` from ``rest``.
 
-    In vectors by hand: the order of the sums is fixed, which keeps a compiler from finding them.
+    ``kind`` is that of ``grad``; ``rest`` is in float32. In vectors by hand: the order of the sums is fixed, which
+    keeps a compiler from finding them.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, grad, rows, rest, more, mean = arguments
+        x, grad, rows, rest, more, mean, _ = arguments
         sums = [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * _SIXTEEN)) for _ in range(2)]
         mean, beside = _same(builder, mean), builder.add(rest, ir.Constant(_LONG, 4 * _SIXTEEN))
-        for values, factors, count in ((x, grad, rows), (rest, beside, more)):
+        for values, factors, count, of in ((x, grad, rows, kind.literal_value), (rest, beside, more, FLOAT32)):
             with cgutils.for_range(builder, count) as row:
-                at = _times(builder, row.index, 4 * _SIXTEEN)
-                g = _load(builder, _FLOATS, factors, at)
-                product = builder.fmul(builder.fsub(_load(builder, _FLOATS, values, at), mean), g)
+                g = _load_kind(builder, of, factors, row.index)
+                away = builder.fsub(_load_kind(builder, FLOAT32, values, row.index), mean)
+                product = builder.fmul(away, g)
                 for total, term in zip(sums, (g, product), strict=True):
                     builder.store(builder.fadd(builder.load(total), term), total)
         found = []
@@ -2450,26 +2480,29 @@ def _norm_sums(typing: Any, x: Any, grad: Any, rows: Any, rest: Any, more: Any, 
             found.append(builder.extract_element(lanes, ir.Constant(_WORD, 0)))
         return context.make_tuple(builder, signature.return_type, found)
 
-    return types.UniTuple(types.float32, 2)(*[types.int64] * 5, types.float32), generate
+    return types.UniTuple(types.float32, 2)(*[types.int64] * 5, types.float32, kind), generate
 
 
 @_intrinsic
 def _norm_rows(
-    typing: Any, x: Any, grad: Any, out: Any, rows: Any, mean: Any, shared: Any, slope: Any, factor: Any
+    typing: Any, x: Any, grad: Any, out: Any, rows: Any, mean: Any, shared: Any, slope: Any, factor: Any, kind: Any
 ) -> Any:
-    """``((grad - shared) - (x - mean) * slope) * factor`` for rows of sixteen; ``out`` may be ``grad``."""
+    """``((grad - shared) - (x - mean) * slope) * factor`` for rows of sixteen; ``out`` may be ``grad``.
+
+    Both are of the type ``kind``.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, grad, out, rows, *numbers = arguments
+        x, grad, out, rows, *numbers, _ = arguments
+        of = kind.literal_value
         mean, shared, slope, factor = (_same(builder, number) for number in numbers)
         with cgutils.for_range(builder, rows) as row:
-            at = _times(builder, row.index, 4 * _SIXTEEN)
-            away = builder.fmul(builder.fsub(_load(builder, _FLOATS, x, at), mean), slope)
-            value = builder.fsub(builder.fsub(_load(builder, _FLOATS, grad, at), shared), away)
-            _store(builder, builder.fmul(value, factor), out, at)
+            away = builder.fmul(builder.fsub(_load_kind(builder, FLOAT32, x, row.index), mean), slope)
+            value = builder.fsub(builder.fsub(_load_kind(builder, of, grad, row.index), shared), away)
+            _store_kind(builder, of, builder.fmul(value, factor), out, row.index)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4, *[types.float32] * 4), generate
+    return types.void(*[types.int64] * 4, *[types.float32] * 4, kind), generate
 
 
 @_plain
@@ -2494,10 +2527,16 @@ def _decode_channels(p: Any, first: int, last: int, record: int, values: int, le
             _call(p.decode, record, spare, block * tiles + before, block * tiles + after)
 
 
+@_inline
+def _gradient_at(row: int, k: int, kind: int) -> Any:
+    """The ``k``-th value of a row."""
+    return _pointer(row, types.float32)[k] if kind == FLOAT32 else _widen(_pointer(row, types.uint16)[k], BFLOAT16)
+
+
 @_kernel
 def _kernel_norm_backward(parameters: int, scratch: int, first: int, last: int) -> None:
     p = _read(parameters, layout.NormBackward)
-    inner, count = p.inner, np.float64(p.samples * p.inner)
+    inner, count, size = p.inner, np.float64(p.samples * p.inner), 4 if p.kind == FLOAT32 else 2
     room = layout.norm_scratch(p.samples, p.step * inner, p.group, 0)
     record, rest, spare = scratch + room.record, scratch + room.rest, scratch + room.spare
     values = scratch + room.values + 4 * p.group
@@ -2517,25 +2556,37 @@ def _kernel_norm_backward(parameters: int, scratch: int, first: int, last: int) 
             total, dot = 0.0, 0.0
             for n in range(p.samples):
                 x = values + 4 * (n * room.length + (c - begin) * inner)
-                grad = p.grad + 4 * (n * p.channels + c) * inner
+                grad = p.grad + size * (n * p.channels + c) * inner
                 if more:
-                    v, g = _pointer(x + 64 * rows, types.float32), _pointer(grad + 64 * rows, types.float32)
+                    v = _pointer(x + 64 * rows, types.float32)
                     for k in range(_SIXTEEN):
                         last_values[k] = v[k] if k < more else mean
-                        last_values[_SIXTEEN + k] = g[k] if k < more else _ZERO
-                found = _norm_sums(x, grad, rows, rest, 1 if more else 0, mean)
+                        last_values[_SIXTEEN + k] = (
+                            _gradient_at(grad, _SIXTEEN * rows + k, p.kind) if k < more else _ZERO
+                        )
+                if p.kind == FLOAT32:
+                    found = _norm_sums(x, grad, rows, rest, 1 if more else 0, mean, FLOAT32)
+                else:
+                    found = _norm_sums(x, grad, rows, rest, 1 if more else 0, mean, BFLOAT16)
                 total, dot = total + found[0], dot + found[1]
             wide = np.float64(invstd)
             shared, slope = F32(total / count), F32(dot * wide * wide / count)
             factor = invstd * weights[c] if p.weight else invstd
             for_weight[c], for_bias[c] = F32(dot * wide), F32(total)
             for n in range(p.samples):
-                x, at = values + 4 * (n * room.length + (c - begin) * inner), 4 * (n * p.channels + c) * inner
-                _norm_rows(x, p.grad + at, p.out + at, rows, mean, shared, slope, factor)
-                v, g = _pointer(x, types.float32), _pointer(p.grad + at, types.float32)
-                o = _pointer(p.out + at, types.float32)
+                x, at = values + 4 * (n * room.length + (c - begin) * inner), size * (n * p.channels + c) * inner
+                grad, out = p.grad + at, p.out + at
+                if p.kind == FLOAT32:
+                    _norm_rows(x, grad, out, rows, mean, shared, slope, factor, FLOAT32)
+                else:
+                    _norm_rows(x, grad, out, rows, mean, shared, slope, factor, BFLOAT16)
+                v = _pointer(x, types.float32)
                 for k in range(_SIXTEEN * rows, inner):
-                    o[k] = ((g[k] - shared) - (v[k] - mean) * slope) * factor
+                    value = ((_gradient_at(grad, k, p.kind) - shared) - (v[k] - mean) * slope) * factor
+                    if p.kind == FLOAT32:
+                        _pointer(out, types.float32)[k] = value
+                    else:
+                        _pointer(out, types.uint16)[k] = _narrow(value, BFLOAT16)
 
 
 _FEW, _WIDE = (ir.VectorType(kind, NORM_CHANNELS) for kind in (_FLOAT, ir.DoubleType()))

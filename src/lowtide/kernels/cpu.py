@@ -894,14 +894,14 @@ def _norm_backward(
     statistics = (mean, invstd) if weight is None else (mean, invstd, weight)
     if (
         decoder is None
-        or not _is(grad, torch.float32, numel)
+        or not any(_is(grad, dtype, numel) for dtype in (torch.float32, torch.bfloat16))
         or not all(_is(t, torch.float32, channels) for t in statistics)
     ):
         return None
     whole = TILE_CHANNELS if decoder.unit == TILES else 1  # channels that are decoded together
     fitting = min(_LEAST_NORM // inner, _MOST_NORM // (samples * inner), channels)
     step = max(1, fitting // whole) * whole
-    for_weight, for_bias = grad.new_empty(channels), grad.new_empty(channels)
+    for_weight, for_bias = torch.empty_like(mean), torch.empty_like(mean)
     record = decoder.record
     if isinstance(record, layout.DequantizeChannels):  # it puts all samples at once, so it must know their distance
         record = record._replace(apart=layout.norm_scratch(samples, step * inner, decoder.group, 0).length)
@@ -916,6 +916,7 @@ def _norm_backward(
         group=decoder.group,
         grad=grad.data_ptr(),
         out=out.data_ptr(),
+        kind=KINDS[grad.dtype],
         for_weight=for_weight.data_ptr(),
         for_bias=for_bias.data_ptr(),
         mean=mean.data_ptr(),
@@ -1048,7 +1049,7 @@ def unpack_band(mask: Tensor, numel: int, dtype: torch.dtype, inside: float, out
 
 def mask_values(x: Tensor, mask: Tensor) -> Tensor:
     """See the reference."""
-    if not _maskable(x, mask, (2, 4)):
+    if not _maskable(x, mask):
         return _fall_back(reference.mask_values, x)(x, mask)
     out = torch.empty_like(x)
     _mask(x, mask, out)
@@ -1057,14 +1058,14 @@ def mask_values(x: Tensor, mask: Tensor) -> Tensor:
 
 def mask_values_(x: Tensor, mask: Tensor) -> None:
     """See the reference."""
-    if _maskable(x, mask, (4,)):
+    if _maskable(x, mask):
         _mask(x, mask, x)
     else:
         _fall_back(reference.mask_values_, x)(x, mask)
 
 
-def _maskable(x: Tensor, mask: Tensor, items: tuple[int, ...]) -> bool:
-    fits = x.dtype.itemsize in items and x.numel() > 0 and x.is_contiguous()
+def _maskable(x: Tensor, mask: Tensor) -> bool:
+    fits = x.dtype.itemsize in (2, 4) and x.numel() > 0 and x.is_contiguous()
     return fits and _is(mask, torch.uint8, -(-x.numel() // 8))
 
 

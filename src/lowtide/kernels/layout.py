@@ -339,6 +339,8 @@ class NormBackward(NamedTuple):
     group: int
     grad: int
     out: int
+    kind: int
+    """Of both: float32 or bfloat16."""
     for_weight: int
     for_bias: int
     mean: int

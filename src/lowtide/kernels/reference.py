@@ -823,8 +823,9 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a batch norm's input, weight and bias, where its input is packed.
 
-    ``grad`` is flat, and ``geometry`` is (samples, channels, inner). The input was packed by :func:`quantize_blocks` if
-    there is ``low``; otherwise by :func:`quantize_groups`, or by :func:`quantize_channels` if ``row`` is 0.
+    ``grad`` is flat, and ``geometry`` is (samples, channels, inner). Statistics are in float32. The input was packed by
+    :func:`quantize_blocks` if there is ``low``; otherwise by :func:`quantize_groups`, or by :func:`quantize_channels`
+    if ``row`` is 0.
     """
     numel = math.prod(geometry)
     if low is not None:
@@ -852,10 +853,11 @@ def norm_gradients(
     """See :func:`norm_backward`.
 
     A map is summed in float32, in sixteen lanes of every sixteenth value, of which the upper half is then added to the
-    lower until one is left. Samples are added in float64. Every other operation is rounded to float32 by itself.
+    lower until one is left. Samples are added in float64. Every other operation is rounded to float32 by itself. At
+    the end the input's gradient gets the type of ``grad``.
     """
     samples, channels, inner = geometry
-    g, centre = grad.view(samples, channels, inner), mean.view(channels, 1)
+    g, centre = grad.to(torch.float32).view(samples, channels, inner), mean.view(channels, 1)
     values = x.view(samples, channels, inner)
     away = values - centre
     totals = []
@@ -876,7 +878,7 @@ def norm_gradients(
     shared, slope = (_over(t, count).to(torch.float32).view(channels, 1) for t in (total, dot * wide * wide))
     factor = (invstd if weight is None else invstd * weight).view(channels, 1)
     out = ((g - shared) - away * slope) * factor
-    return out.view(-1), (dot * wide).to(torch.float32), total.to(torch.float32)
+    return out.view(-1).to(grad.dtype), (dot * wide).to(torch.float32), total.to(torch.float32)
 
 
 # ---------------------------------------------------------------- masks and small integers

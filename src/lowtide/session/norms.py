@@ -11,11 +11,12 @@ from torch import Tensor
 from .. import kernels
 from ..codecs import BlockMean, Codec, GroupQuant, Packed, TensorMeta
 from ..graph import capture
+from ..graph.capture import Slot
 
 _BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _DETACH = torch.ops.aten.detach.default
-SLOT = ("NativeBatchNorm", "input")
-"""The op and slot of autograd's node that can read such a tensor."""
+_SLOT = ("NativeBatchNorm", "input")
+"""The op and slot of the node of autograd that can read such a tensor."""
 
 LEAST = 1 << 20
 """Values below which a tensor of Python costs more than it saves: about 70 microseconds, and little memory."""
@@ -46,6 +47,14 @@ class StillPacked(capture.Shell):
                 return found
         args, kwargs = capture.replaced(cls, lambda still: still.packed.decode(), (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def takes_codes(slot: Slot) -> bool:
+    """Is it the input of a batch norm whose statistics and weight are in float32, as autocast leaves them?"""
+    if (slot.site.op, slot.site.slot) != _SLOT or slot.is_part:
+        return False
+    dtype = slot.tensor.dtype if slot.tensor.dtype == torch.float32 else capture.saved(slot.node, "result1").dtype
+    return bool(dtype == torch.float32)
 
 
 def can_read(codec: Codec, meta: TensorMeta, device: str) -> bool:

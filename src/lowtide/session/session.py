@@ -46,7 +46,7 @@ from .handles import (
 from .ledger import RECAST, REMADE, SHAPE_ONLY, Entry, Ledger
 from .memory import Memory
 from .noise import forward_noise
-from .norms import SLOT, StillPacked, can_read
+from .norms import StillPacked, can_read, takes_codes
 from .offload import Homes, device_of, fetch
 from .packing import Packer
 from .recomputing import Recomputed
@@ -352,7 +352,7 @@ class Session:
         if consumer.lossless is None and not slot.twin:
             handle.readers += 1
         light = Reference(handle, meta, consumer.offset, consumer.lossless, slot.twin)
-        light.norm = (slot.site.op, slot.site.slot) == SLOT and not slot.is_part
+        light.norm = takes_codes(slot)
         if self._rebuilds and not consumer.boundary:
             slot.remember(light)
         tuner = self.policy.tuner

@@ -23,6 +23,9 @@ _ROUNDS = 8
 _HALVINGS = 60
 """Of a range of prices over sixty decades: what is left is a part in 1e16."""
 
+_WORTH = 0.05
+"""A trade lowers the sum of errors by this part at least. Sensitivities are measured to no better than that."""
+
 
 def allocate(
     cost: Tensor,
@@ -114,9 +117,9 @@ def choose(cost: Sequence[Sequence[float]], nbytes: Sequence[Sequence[int]], bud
     ``cost[i][k]`` is the error of option ``k`` at site ``i``, ``nbytes[i][k]`` its bytes. The sum of errors is above
     the optimum by at most the gain of one option: the first improvement, in order of error per byte along
     each site's lower convex hull, that did not fit. What is left goes to any options that still fit, also those off the
-    hull. Then sites trade: one is improved for which others give up bytes, as long as that lowers the sum. It matters
-    where one site is large beside the rest, and what fits instead of it is worth less. An error that is not finite is
-    worse than all finite ones together.
+    hull. Then sites trade: one is improved for which others give up bytes, as long as that lowers the sum by a
+    twentieth. It matters where one site is large beside the rest, and what fits instead of it is worth less. An error
+    that is not finite is worse than all finite ones together.
 
     >>> choose([[9.0, 1.0, 0.0], [5.0, 4.0, 0.0]], [[10, 20, 40], [10, 20, 40]], 50)
     [2, 0]
@@ -263,7 +266,7 @@ def _best_trade(
     chosen: Sequence[int],
     left: int,
 ) -> dict[int, int]:
-    """A better option for one site, and worse ones for those that lose least by it; empty if no trade gains."""
+    """A better option for one site, and worse ones for those that lose least by it; empty if no trade is worth it."""
     offers: list[tuple[float, int, int, int]] = []
     for j, hull in enumerate(hulls):
         now, steep = chosen[j], -math.inf
@@ -274,7 +277,7 @@ def _best_trade(
                 offers.append((steep, j, now, k))
                 now = k
     offers.sort()
-    best: tuple[float, dict[int, int]] = (0.0, {})
+    best: tuple[float, dict[int, int]] = (_WORTH * sum(row[k] for row, k in zip(errors, chosen, strict=True)), {})
     for i, hull in enumerate(hulls):
         for k in hull:
             raised = errors[i][chosen[i]] - errors[i][k]
@@ -288,7 +291,6 @@ def _best_trade(
                     changes[j] = after
                     gain -= errors[j][after] - errors[j][now]
                     lacking -= nbytes[j][now] - nbytes[j][after]
-            # Differences of rounding could go round in circles.
-            if lacking <= 0 and gain > max(best[0], 1e-9 * raised):
+            if lacking <= 0 and gain > best[0]:
                 best = gain, changes
     return best[1]

@@ -852,10 +852,10 @@ _SAMPLE = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def some_values(tensor: Tensor) -> Tensor:
+def some_values(tensor: Tensor, many: int = _SAMPLE) -> Tensor:
     """The bits of some values all over a tensor, which change with almost any change of the whole."""
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLE)].clone().view(_BITS[tensor.element_size()])
+    return flat[:: max(1, flat.numel() // many)].clone().view(_BITS[tensor.element_size()])
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -1101,6 +1101,7 @@ class Capture(TorchFunctionMode):
         self._abilities = probe()
         self._names: dict[nn.Module, str] = {}
         self._own: dict[int, weakref.ref[Any]] = {}
+        self._buffers: dict[int, Tensor] = {}
         self._path: list[str] = []
         self._ordinals: dict[tuple[str, str, str], int] = {}
         self._first = 0
@@ -1117,6 +1118,7 @@ class Capture(TorchFunctionMode):
         self._within_backward = in_backward()
         self._names = modules_of(self._model)
         self._own = _storages_of(self._names)
+        self._buffers = {id(b): b for module in self._names for b in module._buffers.values() if b is not None}
         self._path.clear()
         self._thread = threading.get_ident()
         self._push()
@@ -1125,6 +1127,7 @@ class Capture(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         _unwatch_modules(self)
+        self._buffers.clear()
         modes = _take_modes()
         _put_modes([mode for mode in modes if mode is not self])
 
@@ -1260,7 +1263,9 @@ class Capture(TorchFunctionMode):
                         each = None if tensor is None else tensor[i]
                         takes_less = (op, slot) in _TAKE_LESS and bool(names)
                         self._offer(node, op, slot, call, item, each, takes_less, kept)
-                elif foreign or (tensor is not None and type(tensor) is not nn.Parameter):
+                elif foreign or (
+                    tensor is not None and type(tensor) is not nn.Parameter and id(tensor) not in self._buffers
+                ):
                     self._offer(node, op, name, call, saved, tensor, False)
             for parent, _ in node.next_functions:
                 if parent is None or type(parent).__name__ == _PARAMETER_NODE or _MARK in parent.metadata:

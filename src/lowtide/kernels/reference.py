@@ -48,6 +48,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ def _thresholds(groups: Tensor, n: int, bits: int) -> Tensor:
 # ---------------------------------------------------------------- groups
 
 
+@lru_cache(maxsize=8)
 def _planes(bits: int) -> list[tuple[int, int]]:
     """Width of each plane, and the lowest bit of a code that it holds."""
     widths = [w for w in (8, 4, 2, 1) if bits & w]

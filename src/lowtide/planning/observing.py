@@ -16,7 +16,7 @@ from ..policy.choice import Choice
 from ..policy.methods import Method
 from ..policy.policy import Policy
 from ..policy.use import Use
-from ..session.handles import SIGN, Handle, Recast, Reference, Remade, Shape
+from ..session.handles import SIGN, Handle, Recast, Reference, Remade, Shape, sources_of
 from ..session.replay import leaves_of
 from ..session.session import Session
 from .recorder import SAVED, TRANSIENT, Live, Recorder
@@ -191,8 +191,8 @@ class ObservedSession(Session):
             return
         now = self._recorder.tick()
         for key, meta, _, consumers in handle.extents():
-            origin = handle.origin if key is None else None
-            use, lossless, origin = self._packer.asked(handle, meta, consumers, origin)
+            use, lossless = self._packer.asked(meta, consumers, sources_of(handle) if key is None else None)
+            origin = handle.origin if use is not None and use.sources else None
             self.seen.append(
                 Seen(
                     block=block,

@@ -75,8 +75,10 @@ class Policy:
         self._twins = method
         self._remembered: dict[Use, Choice] = {}
         self._sharing: dict[Site, int] = {}  # in the whole batch, where this sees a part of it
-        self.decided: dict[Any, Any] = {}
+        self._decided: dict[Any, Any] = {}
         """What a session made of choices that stay the same; see :meth:`remember`."""
+        self._settled: object | None = None
+        """What those answers follow from, besides the method."""
 
     @property
     def rebuilds(self) -> bool:
@@ -126,7 +128,7 @@ class Policy:
         if choice is None:
             if len(self._remembered) >= _REMEMBERED:  # shapes that change from step to step
                 self._remembered.clear()
-                self.decided.clear()  # or `like` would not learn again of what is decided without a question
+                self._decided.clear()  # or `like` would not learn again of what is decided without a question
             choice = self._remembered[use] = _safe(use, self.method.choose(use))
         return choice
 
@@ -147,15 +149,28 @@ class Policy:
         return choice.with_codec(boundary_codec(max(self.boundary_bits, use.other_bits), bool(use.dims)))
 
     @property
+    def looks(self) -> bool:
+        """Does the tuner look at tensors now?"""
+        return self.tuner is not None and self.tuner.settled is None
+
+    @property
     def is_fixed(self) -> bool:
-        """Does the method decide alone? Then it answers the same question always alike."""
-        return self.tuner is None and self.demand is None and not self._sharing
+        """Is the same question answered alike now: by the method alone, or by what a tuner has learned before?"""
+        return self.demand is None and not self._sharing and not self.looks
+
+    def recall(self, question: Any) -> Any:
+        """The answer to a question that was asked before, as long as the tuner has learned nothing since; or None."""
+        settled = None if self.tuner is None else self.tuner.settled
+        if settled is not self._settled:
+            self._settled = settled
+            self._decided.clear()
+        return self._decided.get(question)
 
     def remember(self, question: Any, answer: Any) -> None:
-        """Keep an answer that follows from the method alone, for as long as the method decides alone."""
-        if len(self.decided) >= _REMEMBERED:
-            self.decided.clear()
-        self.decided[question] = answer
+        """Keep an answer for :meth:`recall`, which was asked for it in vain."""
+        if len(self._decided) >= _REMEMBERED:
+            self._decided.clear()
+        self._decided[question] = answer
 
     def like(self, model: nn.Module, share: float = 1.0) -> Policy:
         """A policy that decides as this one does now, for a part ``share`` of the samples, and learns apart."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..codecs import Codec, TensorMeta
@@ -23,6 +24,7 @@ _TOLERATED = 0.03
 _RECTIFIED = 16
 
 
+@lru_cache(maxsize=1024)
 def statistic_bits(sharing: float) -> int:
     """The least bits for the input of a norm in which ``sharing`` values have a statistic in common.
 

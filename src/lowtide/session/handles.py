@@ -347,6 +347,10 @@ def fresh(reference: Reference, read_only: bool = False) -> Tensor:
     return reference.view(whole) if None in handle.encoded else whole
 
 
+_FEW_VALUES = 16
+"""Each lies in another page of memory: to look at them takes longer than to look at as many thousands in a row."""
+
+
 class Recast:
     """Autocast's copy of a parameter, made again from the parameter.
 
@@ -362,7 +366,7 @@ class Recast:
         self.doubts = doubts
         self.of_copy = Shape(copy)  # complains if somebody changes the copy itself
         self.version = capture.version_of(parameter)
-        self.some = capture.some_values(parameter) if capture.has_data(parameter) else None
+        self.some = capture.some_values(parameter, _FEW_VALUES) if capture.has_data(parameter) else None
         self.transposed = transposed
         self.dtype = copy.dtype
 
@@ -372,9 +376,10 @@ class Recast:
         self.of_copy.require_unchanged()
         if capture.version_of(parameter) != self.version:
             self._complain()
-        if self.some is not None:
-            self.doubts.ask((capture.some_values(parameter) == self.some).all(), self._complain)
         copy = parameter.detach().to(self.dtype)
+        if self.some is not None:  # looked at after the cast has brought the parameter into the cache
+            now = capture.some_values(parameter, _FEW_VALUES)
+            self.doubts.ask((now == self.some).all(), self._complain)
         return copy.t() if self.transposed else copy
 
     def _complain(self) -> None:
@@ -520,12 +525,26 @@ def read_for(terms: Iterable[Term]) -> list[Handle]:
     return found
 
 
-def need_of(origin: Origin) -> tuple[Need, int]:
-    """The least need for which a source is kept, and the least bits: what is rebuilt is no better than its sources."""
+class Sources(NamedTuple):
+    """What a decision has to know of the tensors that another can be rebuilt from. See :class:`Use`."""
+
+    sites: tuple[Site, ...]
+    rectified: bool
+    need: Need
+    bits: int
+    decodes: int
+
+
+def sources_of(handle: Handle) -> Sources | None:
+    """What is known of those that the handle's tensor can be rebuilt from; what is rebuilt is no better than they."""
+    origin = handle.origin
+    if origin is None:
+        return None
     stored = [s.handle.consumers for s in origin.sources if isinstance(s, Reference)]
     needs = [max(c.need for c in consumers) for consumers in stored]
     bits = [least_bits(need, sharing_of(consumers)) for need, consumers in zip(needs, stored, strict=True)]
-    return min(needs), min(bits)
+    decodes = handle.above + len(read_for(origin.terms))
+    return Sources(sites_of(origin), origin.rectified, min(needs), min(bits), decodes)
 
 
 def sharing_of(consumers: Iterable[Consumer]) -> int:

@@ -22,14 +22,14 @@ from .handles import (
     Encoded,
     Handle,
     Rebuilt,
+    Sources,
     cut,
     described,
     is_support,
-    need_of,
     read_for,
     rebuilder,
     sharing_of,
-    sites_of,
+    sources_of,
 )
 from .ledger import SHAPE_ONLY
 from .noise import key_of
@@ -49,7 +49,6 @@ class Part(NamedTuple):
     use: Use | None
     choice: Choice | None
     lossless: list[Codec]
-    origin: Origin | None
 
 
 class Decision(NamedTuple):
@@ -90,12 +89,12 @@ class Packer:
         entry, policy = handle.entry, self.policy
         if self._refuted and _readers(handle) in self._refuted:
             handle.read_values()
-        # A method that decides alone answers the same question alike. Rebuilding depends on more than the consumers.
-        fixed = policy.is_fixed and handle.origin is None
-        question = (tuple(handle.consumers), handle.numel, entry.plain, raw.device) if fixed else None
-        decision: Decision | None = policy.decided.get(question) if fixed else None
+        # Tuners are not asked about tensors without data, and may say otherwise of such with them.
+        fixed, sources = policy.is_fixed and (policy.tuner is None or capture.has_data(raw)), sources_of(handle)
+        question = (tuple(handle.consumers), handle.numel, entry.plain, raw.device, sources) if fixed else None
+        decision: Decision | None = policy.recall(question) if fixed else None
         if decision is None:
-            decision = self._decide(handle, raw)
+            decision = self._decide(handle, raw, sources)
             if fixed and decision.is_general:
                 policy.remember(question, decision)
         why = decision.why
@@ -125,14 +124,15 @@ class Packer:
         entry.away, entry.place = decision.away, decision.place
         entry.compressed(decision.total - decision.away, *decision.used)
 
-    def _decide(self, handle: Handle, raw: Tensor) -> Decision:
+    def _decide(self, handle: Handle, raw: Tensor, sources: Sources | None) -> Decision:
         """Ask about each stretch that is read; and is it worth it?"""
         total, away, place, parts = 0, 0, "", []
         used: list[object] = []
         kept = on_purpose = False  # does any stretch stay exact? is any stored even if that saves no bytes?
         for key, meta, offset, consumers in handle.extents():
             tensor = cut(raw, meta, offset)
-            use, lossless, origin = self.asked(handle, meta, consumers, handle.origin if key is None else None)
+            use, lossless = self.asked(meta, consumers, sources if key is None else None)
+            origin = handle.origin if use is not None and use.sources else None
             choice, nbytes = (None, 0) if use is None else self._choose(use, tensor, origin)
             if choice is not None:
                 action, codec = choice.action, choice.codec
@@ -145,7 +145,7 @@ class Packer:
                 nbytes += codec.packed_nbytes(meta)
                 _add(used, codec)
             total += nbytes
-            parts.append(Part(key, meta, offset, consumers[0].site, use, choice, lossless, origin))
+            parts.append(Part(key, meta, offset, consumers[0].site, use, choice, lossless))
         choices = [part.choice for part in parts if part.choice is not None]
         why = None
         if kept and all(choice.action is Action.KEEP for choice in choices):
@@ -158,9 +158,9 @@ class Packer:
         return Decision(tuple(parts), total, away, place, tuple(used), why, is_general)
 
     def asked(
-        self, handle: Handle, meta: TensorMeta, consumers: list[Consumer], origin: Origin | None
-    ) -> tuple[Use | None, list[Codec], Origin | None]:
-        """What all consumers of a tensor want: its values (if any does), lossless forms; and how to rebuild it."""
+        self, meta: TensorMeta, consumers: list[Consumer], sources: Sources | None
+    ) -> tuple[Use | None, list[Codec]]:
+        """What all consumers of a tensor want: its values (if any does), with what it is made of; lossless forms."""
         lossless: list[Codec] = []
         need, spatial, rectified, sites = Need.LOSSLESS, False, False, []
         for consumer in consumers:
@@ -173,24 +173,22 @@ class Packer:
                 if consumer.lossless not in lossless:
                     lossless.append(consumer.lossless)
         if need is Need.LOSSLESS:
-            return None, lossless, None
+            return None, lossless
         use = Use(need, meta, spatial, tuple(sites), (), rectified, sharing=sharing_of(consumers))
         if kept := [consumer for consumer in consumers if consumer.boundary]:
             others = [c for c in consumers if c.lossless is None and not c.boundary]
             least = max((least_bits(c.need, c.sharing, rectified) for c in others), default=0)
             codec = next((c.codec for c in kept if c.codec is not None), None)
             use = use._replace(boundary=True, codec=codec, other_bits=least)
-        decodes = 0 if origin is None else handle.above + len(read_for(origin.terms))
-        if origin is None or (origin.rectified and not rectified) or decodes > _DEEPEST:
-            return use, lossless, None
-        source_need, source_bits = need_of(origin)
-        use = use._replace(sources=sites_of(origin), source_need=source_need, source_bits=source_bits, decodes=decodes)
-        return use, lossless, origin
+        if sources is None or (sources.rectified and not rectified) or sources.decodes > _DEEPEST:
+            return use, lossless
+        known = {"sources": sources.sites, "source_need": sources.need, "source_bits": sources.bits}
+        return use._replace(**known, decodes=sources.decodes), lossless
 
     def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> tuple[Choice, int]:
         """Ask the policy; the choice and its bytes. What cannot be carried out here, or changes nothing, is a keep."""
         policy = self.policy
-        from_sources = None if policy.tuner is None else rebuilder(origin, tensor, use.meta)
+        from_sources = rebuilder(origin, tensor, use.meta) if policy.looks else None
         choice = policy.choose(use, tensor, from_sources)
         if choice.action is Action.OFFLOAD and choice.home == "host" and tensor.device.type == "cpu":
             return Choice.keep("it lies in host memory as it is"), use.meta.nbytes
@@ -214,7 +212,7 @@ class Packer:
         if choice is None:
             return Encoded(None, packs, None)
         if rebuilt:
-            origin = part.origin
+            origin = handle.origin
             assert origin is not None
             read = read_for(origin.terms)
             for source in read:  # those that are not settled yet may be rebuilt themselves

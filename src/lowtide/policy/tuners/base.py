@@ -78,6 +78,14 @@ class Tuner(ABC):
         """Does the step that began last need more memory than most, because it measures?"""
         return False
 
+    @property
+    def settled(self) -> object | None:
+        """What its answers follow from alone, until this is another object; None if they follow from the tensors too.
+
+        Then nobody has to make a tensor again from its sources for it, and the same question is asked once.
+        """
+        return None
+
     @abstractmethod
     def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
         """The choice for this tensor, in place of the method's own ``base``. ``tensor`` is only read.

@@ -39,6 +39,11 @@ class BitTuner(Probed):
     def begin(self, step: int) -> None:
         """Nothing changes between probes."""
 
+    @property
+    def settled(self) -> Plan:
+        """The bits of the last probe."""
+        return self._plan
+
     def choose(self, use: Use, tensor: Tensor, base: Choice, from_sources: FromSources | None = None) -> Choice:
         """The bits the last probe gave."""
         planned = self._plan.choices.get(use.sites[0])

@@ -252,6 +252,11 @@ class MixTuner(Probed):
         """In steps 1, 3, 9 and so on."""
         return self._measuring
 
+    @property
+    def settled(self) -> Plan | None:
+        """The plan, in steps that do not measure."""
+        return None if self._measuring else self._plan
+
     def settle(self) -> None:
         """Read all numbers that were measured and not read yet, at once, and note them in the order of measuring."""
         notes, self._notes = self._notes, []

@@ -286,6 +286,22 @@ def test_a_parameter_replaced_by_an_equal_one_is_cast_again():
     assert torch.equal(*results)
 
 
+def test_few_values_are_read_from_memory_where_a_parameter_fills_it():
+    maps = torch.randn(8, 4, 3, 3)
+    forms = [maps, maps.to(memory_format=torch.channels_last), maps.bfloat16(), torch.randn(3), maps.double()]
+    for values in forms:
+        p = nn.Parameter(values.clone(memory_format=torch.preserve_format))
+        before = capture.few_values(p)
+        assert isinstance(before, list)
+        assert 3 <= len(before) <= 32
+        assert capture.few_values(p) == before
+        p.data.mul_(1.01)
+        assert all(a != b for a, b in zip(capture.few_values(p), before, strict=True))
+    for values in (maps[:, :3], maps.to(torch.float8_e4m3fn), maps[:0]):
+        assert isinstance(capture.few_values(nn.Parameter(values, requires_grad=False)), torch.Tensor)
+    assert isinstance(capture.few_values(maps), torch.Tensor)
+
+
 def test_nan_in_a_parameter_is_no_change():
     layer, x = nn.Linear(64, 48), torch.randn(8, 64).requires_grad_()
     with torch.no_grad():

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fresh
@@ -1031,7 +1032,7 @@ class Canaries:
         size = numel * dtype.itemsize
         memory = torch.full((size + 2 * self.MARGIN,), 0xA5, dtype=torch.uint8)
         assert memory.data_ptr() % layout.LINE == 0
-        scratch = sys._getframe(1).f_code.co_name in ("_run", "run")
+        scratch = sys._getframe(1).f_code.co_name == "of"
         (self.scratch if scratch else self.outputs).append((memory, self.MARGIN + max(0, size - self.short)))
         return memory[self.MARGIN : self.MARGIN + size].view(dtype)
 
@@ -1058,6 +1059,14 @@ ODD = [
 ]
 
 
+@pytest.fixture
+def fresh_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel gets scratch of its own, as large as it asks for."""
+    monkeypatch.setattr(cpu, "_scratch", cpu._Scratch())
+    monkeypatch.setattr(cpu, "_MOST_KEPT", -1)
+
+
+@pytest.mark.usefixtures("fresh_scratch")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "row", "group"), ODD)
 def test_kernels_stay_within_their_memory(
@@ -1081,6 +1090,7 @@ def test_kernels_stay_within_their_memory(
                 assert_same(a, b, (geometry, bits, i))
 
 
+@pytest.mark.usefixtures("fresh_scratch")
 def test_canaries_see_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels fill outputs to their last byte, and some their scratch: if it were a canary, it would be seen."""
     for short, group in ((1, 256), (4, 4099)):
@@ -1138,13 +1148,65 @@ def test_every_operator_is_compiled() -> None:
     assert kernels.status() == dict.fromkeys(ops.SCHEMAS, "numba")
 
 
+def test_who_sees_operators_sees_these_too() -> None:
+    """A kernel of the CPU is called directly only where nobody but it can want the call, and gives the same."""
+
+    class Seen(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Watched(TorchFunctionMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(1000)
+    given = (0.0, math.inf, False, True)
+    ops.pack_band(x, *given)  # the first call loads the kernel
+    alone = ops.pack_band(x, *given)
+    with Seen():
+        seen = ops.pack_band(x, *given)
+    with Watched():
+        watched = ops.pack_band(x, *given)
+    assert torch.equal(seen, alone)
+    assert torch.equal(watched, alone)
+    assert Seen.names == ["lowtide.pack_band.default"]
+    assert Watched.names[:1] == ["lowtide.pack_band.default"]
+    assert ops._is_bare(x)
+    assert ops._is_bare(x.clone().requires_grad_())
+    assert ops._is_bare([x, x])
+    strange = [nn.Parameter(x), torch.empty(8, device="meta"), torch.randn(4, dtype=torch.complex64).conj(), []]
+    assert not any(map(ops._is_bare, strange))
+    looked = []
+    torch.func.vmap(lambda row: looked.append(ops._is_bare(row)) or row)(torch.ones(2, 8))
+    torch.func.vmap(lambda row: looked.append(ops._is_bare(x)) or row)(torch.ones(2, 8))
+    assert looked == [False, False]
+
+
+def test_scratch_is_kept_for_the_next_kernel_of_the_thread() -> None:
+    scratch = cpu._Scratch()
+    first = scratch.of(1000)
+    assert first.numel() >= 1000
+    assert scratch.of(10) is first
+    assert scratch.of(2000) is not first
+    assert scratch.of(cpu._MOST_KEPT + 1).numel() > scratch.of(1).numel() == 2000  # much is not kept
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(scratch.of, 10).result()
+    assert other.data_ptr() != scratch.of(10).data_ptr()
+
+
 def test_served_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(kernels.status("mps").values()) == {"reference: no fast kernels for mps"}
     assert set(kernels.status("cuda").values()) == set(kernels.status("xpu").values()) == {"triton (not called yet)"}
     assert set(kernels.status("cuda")) == set(kernels.status())
     assert set(kernels.status(torch.device("meta")).values()) == {"shapes only"}
     assert kernels.status("cpu") == kernels.status()
-    for name, empty in (("_functions", {}), ("_referred", set()), ("_fallbacks", set())):
+    for name, empty in (("functions", {}), ("_referred", set()), ("_fallbacks", set())):
         monkeypatch.setattr(backends, name, empty)
     assert kernels.served() == {}
     x = sample(64, torch.float32)
@@ -1160,7 +1222,7 @@ def test_served_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends._reference("range_energy")(SimpleNamespace(device=torch.device("mps"))) == "ran"
     assert kernels.served()["mps"] == {"range_energy": "reference: no fast kernels for mps"}
     backends.note_fallback("range_energy", "xpu")
-    backends._functions["xpu", "range_energy"] = backends._functions["xpu", "pack_band"] = reference.pack_band
+    backends.functions["xpu", "range_energy"] = backends.functions["xpu", "pack_band"] = reference.pack_band
     assert kernels.served()["xpu"] == {
         "pack_band": "triton (not called yet)",
         "range_energy": "triton (not called yet) and reference",
@@ -1168,7 +1230,7 @@ def test_served_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_kernel_that_fails_is_replaced_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_functions", "_status", "_compiled"):
+    for name in ("functions", "_status", "_compiled"):
         monkeypatch.setattr(backends, name, dict(getattr(backends, name)))
 
     def broken(*arguments: Any) -> Tensor:
@@ -1179,7 +1241,7 @@ def test_a_gpu_kernel_that_fails_is_replaced_and_named(monkeypatch: pytest.Monke
     with pytest.warns(RuntimeWarning, match=r"kernel for range_energy failed \(NotImplementedError: no such machine\)"):
         assert_same(serve(x, 64, 8, False), reference.range_energy(x, 64, 8, False), "served")
     assert kernels.status("cuda")["range_energy"] == "reference: NotImplementedError: no such machine"
-    assert backends._functions["cuda", "range_energy"] is reference.range_energy
+    assert backends.functions["cuda", "range_energy"] is reference.range_energy
     with pytest.raises(RuntimeError):  # what the reference refuses too is an error of the caller
         backends._or_reference("cuda", "block_means", broken)(x, (1, 1, 40, 40, 1), 8, torch.float32)
     assert kernels.status("cuda")["block_means"].startswith("triton")

@@ -20,7 +20,8 @@ _LAZY = {"cpu": "numba (not compiled yet)", "cuda": "triton (not called yet)", "
 # Filled in once per device type and operator: by ``register``, then when it is compiled, then by the first call.
 _status: dict[tuple[str, str], str] = {}
 _compiled: dict[tuple[str, str], Callable[..., Any]] = {}
-_functions: dict[tuple[str, str], Callable[..., Any]] = {}
+functions: dict[tuple[str, str], Callable[..., Any]] = {}
+"""What serves an operator on a device type, from the first call on."""
 # The reference was called for these device types and operators, and for these by a fast kernel.
 _referred: set[tuple[str, str]] = set()
 _fallbacks: set[tuple[str, str]] = set()
@@ -53,7 +54,7 @@ def served() -> dict[str, dict[str, str]]:
     know their types or shapes, " and reference" follows.
     """
     found: dict[str, dict[str, str]] = {}
-    for kind, name in sorted({*_functions, *_referred}):
+    for kind, name in sorted({*functions, *_referred}):
         text = status(kind)[name]
         also = " and reference" if (kind, name) in _fallbacks and not text.startswith("reference") else ""
         found.setdefault(kind, {})[name] = text + also
@@ -116,14 +117,14 @@ def _reference(name: str) -> Callable[..., Any]:
 
 def _lazy(kind: str, name: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        return (_functions.get((kind, name)) or _first_call(kind, name))(*arguments)
+        return (functions.get((kind, name)) or _first_call(kind, name))(*arguments)
 
     return call
 
 
 def _first_call(kind: str, name: str) -> Callable[..., Any]:
-    _functions[kind, name] = _compiled.get((kind, name)) or _load(kind, name)
-    return _functions[kind, name]
+    functions[kind, name] = _compiled.get((kind, name)) or _load(kind, name)
+    return functions[kind, name]
 
 
 def _load(kind: str, name: str) -> Callable[..., Any]:
@@ -157,7 +158,7 @@ def _or_reference(kind: str, name: str, function: Callable[..., Any]) -> Callabl
             found = getattr(reference, name)(*arguments)
             reason = str(error).strip().partition("\n")[0]
             _status[kind, name] = f"reference: {type(error).__name__}: {reason}"
-            _functions[kind, name] = getattr(reference, name)
+            functions[kind, name] = getattr(reference, name)
             warnings.warn(
                 f"lowtide's Triton kernel for {name} failed ({type(error).__name__}: {reason}). Plain torch serves it "
                 "from now on, which gives the same bytes and is very slow on a GPU",

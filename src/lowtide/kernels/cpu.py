@@ -110,6 +110,26 @@ _LATE = 1_000_000  # nanoseconds that no thread waits for another unless cores a
 _PAUSE, _LONGEST_PAUSE = 8, 512  # calls in one thread after a team that was late
 
 
+class _Scratch(threading.local):
+    """Memory that a kernel works in, kept for the next kernel of the same thread unless it is much."""
+
+    def __init__(self) -> None:
+        self.kept = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size: int) -> Tensor:
+        """At least so many bytes, until the next call."""
+        if self.kept.numel() >= size:
+            return self.kept
+        memory = torch.empty(size, dtype=torch.uint8)
+        if size <= _MOST_KEPT:
+            self.kept = memory
+        return memory
+
+
+_MOST_KEPT = 1 << 18
+_scratch = _Scratch()
+
+
 class _Teams:
     """Runs kernels in teams of threads, as long as that is faster than one thread.
 
@@ -132,7 +152,7 @@ class _Teams:
         """Runs a kernel over ``items`` in ``threads`` threads."""
         c = _compiled
         stride = layout.aligned(scratch) + layout.LINE  # so that no two threads write to one line
-        memory = torch.empty(threads * stride, dtype=torch.uint8)
+        memory = _scratch.of(threads * stride)
         parameters, progress = array("q", record), array("q", Progress(0, 0, 0))
         launch = array(
             "q",
@@ -173,7 +193,7 @@ def _run(name: str, items: int, work: int, scratch: int, record: tuple[int, ...]
         if threads > 1 and _teams.pays():
             _teams.run(function, items, chunk, threads, scratch, record)
             return
-    memory = torch.empty(scratch, dtype=torch.uint8)
+    memory = _scratch.of(scratch)
     function.call(_PACK[len(record)](*record), memory.data_ptr(), 0, items)
 
 
@@ -196,7 +216,7 @@ def _fall_back(function: F, first: Tensor) -> F:
 
 
 def _is(tensor: Tensor, dtype: torch.dtype, numel: int) -> bool:
-    return tensor.dtype == dtype and tensor.numel() == numel and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.dtype == dtype and tensor.numel() == numel and tensor.is_contiguous()
 
 
 @lru_cache(maxsize=4096)

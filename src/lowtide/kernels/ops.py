@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import register
+from . import backends
 from .reference import channel_pieces, channel_sizes, group_bytes, groups_in_row, low_shape, row_bytes
 
 __all__ = [
@@ -96,7 +96,7 @@ SCHEMAS = {
 LIBRARY: Any = torch.library.Library("lowtide", "DEF")  # type: ignore[no-untyped-call]
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema)
-register(LIBRARY, SCHEMAS)
+backends.register(LIBRARY, SCHEMAS)
 
 
 def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,32 +346,71 @@ def _fake_unpack_taps(packed: Tensor, numel: int, starts: Tensor, inner: int, ta
     return packed.new_empty(numel, dtype=torch.int64)
 
 
-_namespace = torch.ops.lowtide
-quantize_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_groups.default
-dequantize_groups: Callable[..., Tensor] = _namespace.dequantize_groups.default
-quantize_blocks: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.quantize_blocks.default
-dequantize_blocks: Callable[..., Tensor] = _namespace.dequantize_blocks.default
-quantize_channels: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_channels.default
-dequantize_channels: Callable[..., Tensor] = _namespace.dequantize_channels.default
-quantize_samples: Callable[..., tuple[Tensor, Tensor]] = _namespace.quantize_samples.default
-dequantize_samples: Callable[..., Tensor] = _namespace.dequantize_samples.default
-range_energy: Callable[[Tensor, int, int, bool], Tensor] = _namespace.range_energy.default
-cast_groups: Callable[..., tuple[Tensor, Tensor]] = _namespace.cast_groups.default
-uncast_groups: Callable[[Tensor, Tensor, int, int, torch.dtype], Tensor] = _namespace.uncast_groups.default
-block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.block_means.default
-spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _namespace.spread_blocks.default
-rebuild_affine: Callable[..., None] = _namespace.rebuild_affine.default
-rebuild_chain: Callable[..., Tensor] = _namespace.rebuild_chain.default
-norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.norm_backward.default
-norm_backward_: Callable[..., tuple[Tensor, Tensor]] = _namespace.norm_backward_.default
-pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _namespace.pack_band.default
-unpack_band: Callable[[Tensor, int, torch.dtype, float, float], Tensor] = _namespace.unpack_band.default
-mask_values: Callable[[Tensor, Tensor], Tensor] = _namespace.mask_values.default
-mask_values_: Callable[[Tensor, Tensor], None] = _namespace.mask_values_.default
-pack_uints: Callable[[Tensor, int, int], Tensor] = _namespace.pack_uints.default
-unpack_uints: Callable[[Tensor, int, int, int, torch.dtype], Tensor] = _namespace.unpack_uints.default
-pack_taps: Callable[..., tuple[Tensor, Tensor]] = _namespace.pack_taps.default
-unpack_taps: Callable[..., Tensor] = _namespace.unpack_taps.default
+def _operator(name: str) -> Callable[..., Any]:
+    """The operator, called through torch's dispatcher unless nobody but a kernel of the CPU can want the call.
+
+    The dispatcher turns each argument into an object of its own and back, which takes longer than a small kernel.
+    """
+    overload = getattr(torch.ops.lowtide, name).default
+
+    def call(first: Any, *rest: Any) -> Any:
+        kernel = backends.functions.get(("cpu", name))  # none before the first call
+        if kernel is None or torch.compiler.is_compiling() or not _is_bare(first):
+            return overload(first, *rest)
+        return kernel(first, *rest)
+
+    return call
+
+
+def _is_bare(first: Tensor | Sequence[Tensor]) -> bool:
+    """Is it a plain tensor of the CPU, or several, in a thread where no mode or transform sees operators?"""
+    tensor = first[0] if type(first) is list and first else first
+    return type(tensor) is Tensor and _form(tensor) == _PLAIN and not any(look() for look in _ONLOOKERS)
+
+
+def _onlookers() -> tuple[Callable[[Any], int], list[Callable[[], Any]]]:
+    """What tells tensors of other forms, such as batched ones; and functions that tell who sees operators.
+
+    Where torch does not tell, somebody always does.
+    """
+    c: Any = torch._C
+    try:
+        keys, level = c._dispatch_keys, c._functorch.maybe_current_level
+        looks = [c._len_torch_dispatch_stack, c._len_torch_function_stack, lambda: level() is not None]
+        any(look() for look in looks)
+        return lambda tensor: int(keys(tensor).raw_repr()), looks
+    except AttributeError:
+        return lambda tensor: 0, [lambda: True]
+
+
+_form, _ONLOOKERS = _onlookers()
+_PLAIN = _form(torch.empty(0, device="cpu"))
+
+quantize_groups: Callable[..., tuple[Tensor, Tensor]] = _operator("quantize_groups")
+dequantize_groups: Callable[..., Tensor] = _operator("dequantize_groups")
+quantize_blocks: Callable[..., tuple[Tensor, Tensor, Tensor]] = _operator("quantize_blocks")
+dequantize_blocks: Callable[..., Tensor] = _operator("dequantize_blocks")
+quantize_channels: Callable[..., tuple[Tensor, Tensor]] = _operator("quantize_channels")
+dequantize_channels: Callable[..., Tensor] = _operator("dequantize_channels")
+quantize_samples: Callable[..., tuple[Tensor, Tensor]] = _operator("quantize_samples")
+dequantize_samples: Callable[..., Tensor] = _operator("dequantize_samples")
+range_energy: Callable[[Tensor, int, int, bool], Tensor] = _operator("range_energy")
+cast_groups: Callable[..., tuple[Tensor, Tensor]] = _operator("cast_groups")
+uncast_groups: Callable[[Tensor, Tensor, int, int, torch.dtype], Tensor] = _operator("uncast_groups")
+block_means: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _operator("block_means")
+spread_blocks: Callable[[Tensor, Sequence[int], int, torch.dtype], Tensor] = _operator("spread_blocks")
+rebuild_affine: Callable[..., None] = _operator("rebuild_affine")
+rebuild_chain: Callable[..., Tensor] = _operator("rebuild_chain")
+norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _operator("norm_backward")
+norm_backward_: Callable[..., tuple[Tensor, Tensor]] = _operator("norm_backward_")
+pack_band: Callable[[Tensor, float, float, bool, bool], Tensor] = _operator("pack_band")
+unpack_band: Callable[[Tensor, int, torch.dtype, float, float], Tensor] = _operator("unpack_band")
+mask_values: Callable[[Tensor, Tensor], Tensor] = _operator("mask_values")
+mask_values_: Callable[[Tensor, Tensor], None] = _operator("mask_values_")
+pack_uints: Callable[[Tensor, int, int], Tensor] = _operator("pack_uints")
+unpack_uints: Callable[[Tensor, int, int, int, torch.dtype], Tensor] = _operator("unpack_uints")
+pack_taps: Callable[..., tuple[Tensor, Tensor]] = _operator("pack_taps")
+unpack_taps: Callable[..., Tensor] = _operator("unpack_taps")
 
 
 def require_later(holds: Tensor) -> None:

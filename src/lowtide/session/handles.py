@@ -347,10 +347,6 @@ def fresh(reference: Reference, read_only: bool = False) -> Tensor:
     return reference.view(whole) if None in handle.encoded else whole
 
 
-_FEW_VALUES = 16
-"""Each lies in another page of memory: to look at them takes longer than to look at as many thousands in a row."""
-
-
 class Recast:
     """Autocast's copy of a parameter, made again from the parameter.
 
@@ -366,7 +362,7 @@ class Recast:
         self.doubts = doubts
         self.of_copy = Shape(copy)  # complains if somebody changes the copy itself
         self.version = capture.version_of(parameter)
-        self.some = capture.some_values(parameter, _FEW_VALUES) if capture.has_data(parameter) else None
+        self.some = capture.few_values(parameter) if capture.has_data(parameter) else None
         self.transposed = transposed
         self.dtype = copy.dtype
 
@@ -378,8 +374,11 @@ class Recast:
             self._complain()
         copy = parameter.detach().to(self.dtype)
         if self.some is not None:  # looked at after the cast has brought the parameter into the cache
-            now = capture.some_values(parameter, _FEW_VALUES)
-            self.doubts.ask((now == self.some).all(), self._complain)
+            now, then = capture.few_values(parameter), self.some
+            if isinstance(now, Tensor) and isinstance(then, Tensor):
+                self.doubts.ask((now == then).all(), self._complain)
+            elif now != then:
+                self._complain()
         return copy.t() if self.transposed else copy
 
     def _complain(self) -> None:

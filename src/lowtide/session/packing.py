@@ -182,8 +182,10 @@ class Packer:
             use = use._replace(boundary=True, codec=codec, other_bits=least)
         if sources is None or (sources.rectified and not rectified) or sources.decodes > _DEEPEST:
             return use, lossless
-        known = {"sources": sources.sites, "source_need": sources.need, "source_bits": sources.bits}
-        return use._replace(**known, decodes=sources.decodes), lossless
+        use = use._replace(
+            sources=sources.sites, source_need=sources.need, source_bits=sources.bits, decodes=sources.decodes
+        )
+        return use, lossless
 
     def _choose(self, use: Use, tensor: Tensor, origin: Origin | None) -> tuple[Choice, int]:
         """Ask the policy; the choice and its bytes. What cannot be carried out here, or changes nothing, is a keep."""

@@ -137,6 +137,21 @@ def test_max_pool(
     assert_bits(cpu.max_pool2d_with_indices(*arguments), truth)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 9), st.integers(1, 70)),
+    st.tuples(st.integers(1, 3), st.sampled_from([2, 3])),
+    st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    st.integers(0, 3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_max_pool_of_windows_two_apart(
+    sizes: tuple[int, ...], kernel: tuple[int, int], padding: tuple[int, int], odd: int, dtype: torch.dtype
+) -> None:
+    """Lines are split into every other value and those between: the form of nearly all poolings."""
+    test_max_pool.hypothesis.inner_test(sizes, kernel, (2, 2), padding, (1, 1), odd, dtype)
+
+
 def test_max_pool_is_not_for_everything() -> None:
     x = torch.randn(2, 3, 8, 8)
     assert cpu.max_pool2d_with_indices(x, [2]) is not None

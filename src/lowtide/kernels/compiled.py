@@ -2694,6 +2694,7 @@ def _kernel_max_pool2d_with_indices(parameters: int, scratch: int, first: int, l
     p = _read(parameters, layout.MaxPool)
     room = layout.max_pool_scratch(p.columns, p.width)
     best, place = _pointer(scratch + room.best, types.float32), _pointer(scratch + room.place, types.int32)
+    evens, odds = _pointer(scratch + room.evens, types.float32), _pointer(scratch + room.odds, types.float32)
     for item in range(first, last):
         for r in range(p.rows):
             top = r * p.down - p.above
@@ -2711,6 +2712,13 @@ def _kernel_max_pool2d_with_indices(parameters: int, scratch: int, first: int, l
                 if p.kind != FLOAT32:
                     line = scratch + room.wide
                     _widen_run(p.x + 2 * begun, line, p.width, p.kind)
+                if p.along == 2 and p.apart == 1 and (p.wide == 2 or p.wide == 3):
+                    _split_line(line, p.before, p.width, p.columns, evens, odds)
+                    if p.wide == 3:
+                        _take_largest(evens, odds, row * p.width - p.before, 3, p.columns, best, place)
+                    else:
+                        _take_largest(evens, odds, row * p.width - p.before, 2, p.columns, best, place)
+                    continue
                 for j in range(p.wide):
                     shift = j * p.apart - p.before
                     begin = (-shift + p.along - 1) // p.along if shift < 0 else 0
@@ -2728,6 +2736,39 @@ def _kernel_max_pool2d_with_indices(parameters: int, scratch: int, first: int, l
                 places[c] = np.int64(place[c])
             size = 4 if p.kind == FLOAT32 else 2
             _narrow_run(scratch + room.best, p.out + size * start, p.columns, p.kind)
+
+
+@_inline
+def _split_line(line: int, before: int, width: int, columns: int, evens: Any, odds: Any) -> None:
+    """Every other value of a line that begins ``before`` values earlier, and those between; -Inf is outside of it."""
+    x = _pointer(line, types.float32)
+    begin = (before + 1) // 2
+    end = min(columns + 1, (width + before) // 2)
+    for k in range(columns + 1):
+        evens[k], odds[k] = _MINUS_INF, _MINUS_INF
+    for k in range(begin, end):
+        evens[k], odds[k] = x[2 * k - before], x[2 * k + 1 - before]
+    if before % 2:
+        odds[begin - 1] = x[0]
+    if end <= columns and 2 * end - before == width - 1:
+        evens[end] = x[width - 1]
+
+
+@_inline
+def _take_largest(evens: Any, odds: Any, at: int, wide: int, columns: int, best: Any, place: Any) -> None:
+    """What :func:`_take_larger` does for windows of two or three values, two apart, of which the first is ``at``."""
+    for c in range(columns):
+        value, where, one = best[c], place[c], evens[c]
+        taken = (one > value) | (one != one)
+        value, where = one if taken else value, I32(at + 2 * c) if taken else where
+        one = odds[c]
+        taken = (one > value) | (one != one)
+        value, where = one if taken else value, I32(at + 2 * c + 1) if taken else where
+        if wide == 3:
+            one = evens[c + 1]
+            taken = (one > value) | (one != one)
+            value, where = one if taken else value, I32(at + 2 * c + 2) if taken else where
+        best[c], place[c] = value, where
 
 
 @_inline

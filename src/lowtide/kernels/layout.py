@@ -857,14 +857,19 @@ class MaxPoolScratch(NamedTuple):
     """32-bit integers."""
     wide: int
     """A row of values, float32."""
+    evens: int
+    """Every other value of a row, float32."""
+    odds: int
+    """Those between."""
     end: int
 
 
 @_shared
 def max_pool_scratch(columns: int, width: int) -> MaxPoolScratch:
     """Of ``max_pool2d_with_indices``."""
-    place = aligned(4 * columns)
-    return MaxPoolScratch(0, place, 2 * place, 2 * place + aligned(4 * width))
+    place, line = aligned(4 * columns), aligned(4 * (columns + 1))
+    evens = 2 * place + aligned(4 * width)
+    return MaxPoolScratch(0, place, 2 * place, evens, evens + line, evens + 2 * line)
 
 
 class BandScratch(NamedTuple):

@@ -15,7 +15,7 @@ How it is built
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar, cast
@@ -408,13 +408,21 @@ def _bits_from(builder: Any, words: Any, first: int, width: int, to: int) -> Any
     return builder.shl(builder.and_(words, _all((1 << width) - 1)), _all(to))
 
 
-def _thresholds_of(builder: Any, h: Any, base: Any, bits: int) -> list[Any]:
-    """Code for the thresholds of each lane, from sixteen hashes: see ``_threshold``."""
-    x = builder.add(_same(builder, h), ir.Constant(_WORDS, [k * int(_GOLDEN) & 0xFFFFFFFF for k in range(_SIXTEEN)]))
+def _words(numbers: Iterable[int]) -> Any:
+    return ir.Constant(_WORDS, [number & 0xFFFFFFFF for number in numbers])
+
+
+def _mixed(builder: Any, h: Any, places: Iterable[int]) -> Any:
+    """Code for the hashes of sixteen places."""
+    x = builder.add(_same(builder, h), _words(place * int(_GOLDEN) for place in places))
     x = builder.mul(builder.xor(x, builder.lshr(x, _all(16))), _all(int(_MIX1)))
     x = builder.mul(builder.xor(x, builder.lshr(x, _all(15))), _all(int(_MIX2)))
-    x = builder.xor(x, builder.lshr(x, _all(16)))
-    base = _same(builder, base)
+    return builder.xor(x, builder.lshr(x, _all(16)))
+
+
+def _thresholds_of(builder: Any, h: Any, base: Any, bits: int) -> list[Any]:
+    """Code for the thresholds of each lane, from sixteen hashes: see ``_threshold``."""
+    x, base = _mixed(builder, h, range(_SIXTEEN)), _same(builder, base)
     found = [builder.or_(_bits_from(builder, x, 8 * k, 8, 15 - bits), base) for k in range(4)]
     return [builder.bitcast(words, _FLOATS) for words in found]
 
@@ -633,6 +641,72 @@ def _undither(
     return types.void(*[types.int64] * 4, *_FILL[3:], planes, bits), generate
 
 
+# A group of sixteen values, such as the last of a map of 28 x 28, fills one vector with all its lanes of four values.
+
+
+def _short_thresholds(builder: Any, h: Any, base: Any, bits: int) -> Any:
+    """Code for the thresholds of a group of sixteen: each hash serves one value of each lane."""
+    x = _mixed(builder, h, (e % 4 for e in range(_SIXTEEN)))
+    x = builder.lshr(x, _words(8 * (e // 4) for e in range(_SIXTEEN)))
+    return builder.bitcast(builder.or_(_bits_from(builder, x, 0, 8, 15 - bits), _same(builder, base)), _FLOATS)
+
+
+def _short_planes(bits: int) -> Iterator[tuple[int, int, int, Any, Any]]:
+    """Of each plane of a group of sixteen: width, lowest bit, first byte, the byte of each code, its place there."""
+    low = first = 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            size = 2 * width
+            yield width, low, first, [e % size for e in range(_SIXTEEN)], [e // size * width for e in range(_SIXTEEN)]
+            low, first = low + width, first + size
+
+
+@_intrinsic
+def _fill_short(typing: Any, values: Any, codes: Any, h: Any, base: Any, low: Any, inverse: Any, bits: Any) -> Any:
+    """The codes of a group of sixteen values, into their planes."""
+    width = bits.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, codes, h, base, low, inverse, _ = arguments
+        x, threshold = _load(builder, _FLOATS, values), _short_thresholds(builder, h, base, width)
+        away = builder.fsub(x, _same(builder, low))
+        total = builder.fadd(threshold, builder.fmul(away, _same(builder, inverse)))
+        found = _bits_from(builder, builder.bitcast(total, _WORDS), 23 - width, width, 0)
+        for own, lowest, first, places, shifts in _short_planes(width):
+            part, count = builder.shl(_bits_from(builder, found, lowest, own, 0), _words(shifts)), _SIXTEEN
+            while count > max(places) + 1:
+                count //= 2
+                halves = [ir.Constant(ir.VectorType(_WORD, count), list(range(k, k + count))) for k in (0, count)]
+                part = builder.or_(*[builder.shuffle_vector(part, part, half) for half in halves])
+            plane = builder.trunc(part, ir.VectorType(ir.IntType(8), count))
+            _store(builder, plane, codes, ir.Constant(_LONG, first))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, *_FILL[3:], bits), generate
+
+
+@_intrinsic
+def _undither_short(typing: Any, codes: Any, values: Any, h: Any, base: Any, low: Any, step: Any, bits: Any) -> Any:
+    """A group of sixteen values less their thresholds, from its planes."""
+    width = bits.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        codes, values, h, base, low, step, _ = arguments
+        found = _all(0)
+        for own, lowest, first, places, shifts in _short_planes(width):
+            plane = _load(builder, ir.VectorType(ir.IntType(8), 2 * own), codes, ir.Constant(_LONG, first))
+            spread = builder.zext(builder.shuffle_vector(plane, plane, ir.Constant(_WORDS, places)), _WORDS)
+            part = _bits_from(builder, builder.lshr(spread, _words(shifts)), 0, own, lowest)
+            found = builder.or_(found, part)
+        half = ir.Constant(_FLOATS, [2**width + 0.5] * _SIXTEEN)
+        steps = builder.fadd(builder.sitofp(found, _FLOATS), half)
+        steps = builder.fsub(steps, _short_thresholds(builder, h, base, width))
+        _store_levels(builder, steps, low, step, values)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, *_FILL[3:], bits), generate
+
+
 # ---------------------------------------------------------------- codes of one group
 
 
@@ -793,6 +867,9 @@ def _fill_lanes(
     if n == USUAL:
         _fill_whole(values, USUAL >> 2, h, base, low, inverse, codes, bits)
         return
+    if n == _SIXTEEN:
+        _fill_short(values, codes, h, base, low, inverse, bits)
+        return
     planes = _planes(n, bits)
     if planes == EVEN:
         _fill_whole(values, n >> 2, h, base, low, inverse, codes, bits)
@@ -840,7 +917,7 @@ def _fill(
         _fill_lanes(values, n, h, base, low, inverse, codes, loose, 7)
     else:
         _fill_lanes(values, n, h, base, low, inverse, codes, loose, 8)
-    if _planes(n, bits) != LOOSE:
+    if _planes(n, bits) != LOOSE or n == _SIXTEEN:
         return
     v, t = _pointer(values, types.float32), _pointer(loose, types.uint8)
     lane, full, top = (n + 3) >> 2, _whole(n), (1 << bits) - 1
@@ -1029,6 +1106,9 @@ def _decode_lanes(
     if n == USUAL:
         _decode_whole(codes, values, USUAL >> 2, low, step, dither, h, base, bits)
         return
+    if n == _SIXTEEN:
+        _undither_short(codes, values, h, base, low, step, bits)
+        return
     planes = _planes(n, bits)
     if bits & 1 and planes == MIXED:
         lane, size = n >> 2, (n + 7) >> 3
@@ -1056,7 +1136,8 @@ def _decode_group(
 ) -> None:
     """A group with even levels; with ``dither`` less the thresholds that ``h`` makes."""
     planes, loose, base = _planes(n, bits), codes if bits == 8 else spare, _base(h, bits) if dither else U32(0)
-    if bits < 8 and (planes == LOOSE or (planes == MIXED and not dither)):
+    short = n == _SIXTEEN and dither
+    if bits < 8 and not short and (planes == LOOSE or (planes == MIXED and not dither)):
         _unpack(codes, n, bits, spare)
     c, v = _pointer(loose, types.uint8), _pointer(values, types.float32)
     if planes != EVEN and not dither:
@@ -1082,7 +1163,7 @@ def _decode_group(
         _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 7)
     else:
         _decode_lanes(codes, values, n, low, step, dither, h, base, loose, 8)
-    if planes != LOOSE:
+    if planes != LOOSE or short:
         return
     lane, half = (n + 3) >> 2, F32((1 << bits) + 0.5)
     for j in range(_whole(n), lane):

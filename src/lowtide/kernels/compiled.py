@@ -2635,16 +2635,16 @@ def _kernel_norm_backward(parameters: int, scratch: int, first: int, last: int) 
         for c in range(begin, end):
             mean, invstd = means[c], inverses[c]
             total, dot = 0.0, 0.0
+            for k in range(more, _SIXTEEN):
+                last_values[k], last_values[_SIXTEEN + k] = mean, _ZERO
             for n in range(p.samples):
                 x = values + 4 * (n * room.length + (c - begin) * inner)
                 grad = p.grad + size * (n * p.channels + c) * inner
                 if more:
                     v = _pointer(x + 64 * rows, types.float32)
-                    for k in range(_SIXTEEN):
-                        last_values[k] = v[k] if k < more else mean
-                        last_values[_SIXTEEN + k] = (
-                            _gradient_at(grad, _SIXTEEN * rows + k, p.kind) if k < more else _ZERO
-                        )
+                    for k in range(more):
+                        last_values[k] = v[k]
+                        last_values[_SIXTEEN + k] = _gradient_at(grad, _SIXTEEN * rows + k, p.kind)
                 if p.kind == FLOAT32:
                     found = _norm_sums(x, grad, rows, rest, 1 if more else 0, mean, FLOAT32)
                 else:

@@ -363,28 +363,26 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def _is_bare(first: Tensor | Sequence[Tensor]) -> bool:
-    """Is it a plain tensor of the CPU, or several, in a thread where no mode or transform sees operators?"""
+    """Is it a plain tensor of the CPU, or several, in a thread where no mode sees operators?"""
     tensor = first[0] if type(first) is list and first else first
-    return type(tensor) is Tensor and _form(tensor) == _PLAIN and not any(look() for look in _ONLOOKERS)
+    if type(tensor) is not Tensor or _PLAIN is None:
+        return False
+    c: Any = torch._C
+    modes = c._len_torch_dispatch_stack() + c._len_torch_function_stack()
+    return not modes and bool(c._dispatch_keys(tensor).raw_repr() == _PLAIN)
 
 
-def _onlookers() -> tuple[Callable[[Any], int], list[Callable[[], Any]]]:
-    """What tells tensors of other forms, such as batched ones; and functions that tell who sees operators.
-
-    Where torch does not tell, somebody always does.
-    """
+def _plain_keys() -> int | None:
+    """What marks a plain tensor of the CPU, while wrappers of transforms have the same type; None if torch is mute."""
     c: Any = torch._C
     try:
-        keys, level = c._dispatch_keys, c._functorch.maybe_current_level
-        looks = [c._len_torch_dispatch_stack, c._len_torch_function_stack, lambda: level() is not None]
-        any(look() for look in looks)
-        return lambda tensor: int(keys(tensor).raw_repr()), looks
+        keys: int = c._dispatch_keys(torch.empty(0, device="cpu")).raw_repr()
+        return None if c._len_torch_dispatch_stack() + c._len_torch_function_stack() < 0 else keys
     except AttributeError:
-        return lambda tensor: 0, [lambda: True]
+        return None
 
 
-_form, _ONLOOKERS = _onlookers()
-_PLAIN = _form(torch.empty(0, device="cpu"))
+_PLAIN = _plain_keys()
 
 quantize_groups: Callable[..., tuple[Tensor, Tensor]] = _operator("quantize_groups")
 dequantize_groups: Callable[..., Tensor] = _operator("dequantize_groups")

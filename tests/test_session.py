@@ -121,6 +121,29 @@ def _live_handles():
     return [o for o in gc.get_objects() if type(o) is Handle]
 
 
+def test_a_settled_step_leaves_nothing_for_pythons_collector():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16)]
+    model = nn.Sequential(*layers, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16 * 16, 8))
+    session = lowtide.compress(model, "auto")
+
+    def step():
+        with session, torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(64, 3, 8, 8)).square().mean()
+        loss.backward()
+        model.zero_grad()
+
+    for _ in range(12):  # more than the steps in which it measures
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 def test_original_tensor_is_freed_in_the_forward():
     """The point of it all: the big tensor is gone before backward, not only copied."""
     storages = []

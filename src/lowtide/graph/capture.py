@@ -178,10 +178,6 @@ class Slot(NamedTuple):
     is_part: bool = False
     """Is ``tensor`` the part that this process holds of a tensor that several have (see ``shards``)?"""
 
-    def hook(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Let ``pack`` replace the tensor now and ``unpack`` give it back to backward."""
-        self.saved.register_hooks(pack, unpack)
-
     def needs_grad(self, edge: int) -> bool:
         """Does backward have to produce the gradient of the op's ``edge``-th differentiable input?"""
         return self.node.next_functions[edge][0] is not None
@@ -869,8 +865,14 @@ def few_values(tensor: Tensor) -> Tensor | list[int]:
     integer, count = _INTEGERS.get(tensor.element_size()), tensor.numel()
     if integer is None or not count or type(tensor) is not nn.Parameter or not tensor.is_cpu or not _fills(tensor):
         return some_values(tensor)
-    values: list[int] = (integer * count).from_address(tensor.data_ptr())[:: max(1, count // _FEW)]
+    values: list[int] = _row_of(integer, count).from_address(tensor.data_ptr())[:: max(1, count // _FEW)]
     return values
+
+
+@lru_cache(maxsize=1024)
+def _row_of(integer: Any, count: int) -> Any:
+    """The type of so many integers in memory. Making one takes long, and leaves garbage for Python's collector."""
+    return integer * count
 
 
 def _fills(tensor: Tensor) -> bool:

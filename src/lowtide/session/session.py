@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -105,6 +105,8 @@ class Session:
         self._waiting: deque[weakref.ref[Handle]] = deque()
         self._left: list[tuple[weakref.ref[Handle], str | Site]] = []
         self._decoded: weakref.ref[Handle] | None = None
+        self._handover = _Handover()
+        self._reader: Callable[[Reference], Tensor] | None = None  # the unpack hook of this forward's slots
         self._ledger = Ledger()
 
     @property
@@ -145,6 +147,7 @@ class Session:
             *(self.policy.twin, self._rebuilds),
         )
         self._capture.picking = self._picking
+        self._reader = self._unpack
         self._begun = False
         self._number_forward(1)
         self._capture.__enter__()
@@ -170,7 +173,7 @@ class Session:
                 self._capture.finish()
             finally:
                 self._capture.__exit__(None, None, None)
-                self._capture = None  # it refers to us: a cycle would wait for the garbage collector
+                self._capture = self._reader = None  # they refer to us: a cycle would wait for the garbage collector
         for reference in (*self._recent, *self._waiting):
             handle = reference()
             if handle is not None and not self._settled(reference) and handle.raw is not None:
@@ -284,7 +287,7 @@ class Session:
             if lossless == SHAPE_ONLY:
                 self._count(slot, identity, rule.why, needs_values=False)
                 shape = Shape(tensor)
-                slot.hook(lambda _: shape, Shape.unpack)
+                self._handover.hook(slot, shape, Shape.unpack)
                 return
             need, otherwise = Need.LOSSLESS, Need.LOSSLESS if rule.otherwise is None else rule.otherwise
         elif need is Need.EXACT:
@@ -294,7 +297,7 @@ class Session:
             why = f"{str(tensor.dtype).removeprefix('torch.')} values are kept exactly"
             self._count(slot, identity, why, kept=True)
             return
-        meta, offset = TensorMeta.of(tensor), tensor.storage_offset()
+        meta, offset = _meta_of(tensor.shape, tensor.stride(), tensor.dtype), tensor.storage_offset()
         sharing = 0 if rule.sharing is None else rule.sharing(slot)
         consumer = Consumer(
             slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset, sharing, otherwise=otherwise
@@ -356,11 +359,12 @@ class Session:
         if self._rebuilds and not consumer.boundary:
             slot.remember(light)
         tuner = self.policy.tuner
-        unpack: Callable[[Reference], Tensor] = self._unpack
+        unpack = self._reader
+        assert unpack is not None
         need = consumer.need if consumer.lossless is None else consumer.otherwise
         if tuner is not None and need is not Need.LOSSLESS and not consumer.boundary:
             unpack = watch(slot, consumer._replace(need=need), light, tuner, unpack)
-        slot.saved.register_hooks(lambda _: light, unpack)
+        self._handover.hook(slot, light, unpack)
         if self._sole is None:
             self._seal(handle)
 
@@ -423,7 +427,7 @@ class Session:
             return False
         entry = self._count(slot, identity, "autocast's copy of a parameter: cast again when needed")
         recast = Recast(found[0], found[1], slot.tensor, self._memory.doubts)
-        slot.hook(lambda _: recast, Recast.unpack)
+        self._handover.hook(slot, recast, Recast.unpack)
         if entry.site is slot.site:
             entry.compressed(0, RECAST)
         return True
@@ -446,7 +450,7 @@ class Session:
                 return False
         entry = self._count(slot, identity, "a weight made of parameters: made again when needed", needs_values=False)
         remade = Remade(made, slot.tensor, self._memory.doubts)
-        slot.hook(lambda _: remade, Remade.unpack)
+        self._handover.hook(slot, remade, Remade.unpack)
         if entry.codecs == (SHAPE_ONLY,):
             entry.compressed(0, REMADE)
         return True
@@ -469,7 +473,7 @@ class Session:
         """
         handle = self._pending(identity)
         entry = self._ledger.known(slot.storage) if handle is None else handle.entry
-        meta = meta or TensorMeta.of(slot.tensor)
+        meta = meta or _meta_of(slot.tensor.shape, slot.tensor.stride(), slot.tensor.dtype)
         if entry is None:
             entry = self._ledger.add(slot.site, meta, slot.storage, why, kept=kept, by_handle=by_handle)
             if not needs_values:
@@ -786,6 +790,35 @@ class Session:
                 f"{len(twice)} sites were treated differently in several forwards; a plan has what the last did"
             )
         return Report(str(self.method), self._ledger.finished(), tuple(notes), ran)
+
+
+class _Handover:
+    """The pack hook of every slot: it gives what it is told. A hook of its own for each would live until backward.
+
+    Python looks at all objects again when a quarter as many new ones have lived on, and a step makes thousands.
+    """
+
+    __slots__ = ("_light",)
+
+    def __init__(self) -> None:
+        self._light: Any = None
+
+    def hook(self, slot: Slot, light: Any, unpack: Callable[[Any], Tensor]) -> None:
+        """Let ``light`` replace the slot's tensor now, and ``unpack`` give that back to backward."""
+        self._light = light
+        try:
+            slot.saved.register_hooks(self, unpack)
+        finally:
+            self._light = None
+
+    def __call__(self, _: Tensor) -> Any:
+        return self._light
+
+
+@lru_cache(maxsize=4096)
+def _meta_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
+    """One object for all tensors of a form."""
+    return TensorMeta(shape, stride, dtype)
 
 
 def _refute(site: Site, refuted: set[Site]) -> None:

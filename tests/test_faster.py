@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,8 @@ import fresh
 import lowtide
 from lowtide import kernels
 from lowtide.graph import thrift
-from lowtide.kernels import backends, cpu
+from lowtide.kernels import backends, cpu, ops, reference
+from lowtide.session.handles import Handle
 
 NORM, POOL = "native_batch_norm", "max_pool2d_with_indices"
 BATCH_NORM, MAX_POOL = (getattr(torch.ops.aten, name).default for name in (NORM, POOL))
@@ -163,6 +165,40 @@ def test_max_pool_is_not_for_everything() -> None:
     for wrong in ([2, 3, 4], []):
         assert cpu.max_pool2d_with_indices(x, wrong) is None
     assert cpu.max_pool2d_with_indices(x, [2], [2], [1, 0, 1]) is None
+
+
+RELU_SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-7, -1e-7, math.inf, -math.inf, math.nan, -math.nan]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 7, 8, 16, 17, 31, 4096, 4097, 70_003])
+def test_relu(numel: int, dtype: torch.dtype) -> None:
+    """The result in memory of its own and in place, and the mask, which is packed by another kernel beside."""
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(numel, generator=generator)
+    special = torch.tensor(RELU_SPECIAL)[torch.randint(len(RELU_SPECIAL), (numel,), generator=generator)]
+    x = torch.where(torch.rand(numel, generator=generator) < 0.3, special, x).to(dtype)
+    before, truth = x.clone(), torch.relu(x)
+    mask = reference.pack_band(truth, 0.0, math.inf, False, True)
+    found = cpu.relu(x)
+    assert found is not None
+    assert_bits((x,), (before,))
+    assert_bits(found, (truth, mask))
+    assert cpu.relu(x, x) is not None
+    assert_bits((x,), (truth,))
+
+
+def test_relu_takes_what_fills_its_memory() -> None:
+    x = torch.randn(2, 3, 4, 5)
+    for dense in (x, x.to(memory_format=torch.channels_last), x[None].to(memory_format=torch.channels_last_3d)):
+        found = cpu.relu(dense)
+        assert found is not None
+        assert found[0].stride() == dense.stride()
+        assert torch.equal(found[0], dense.relu())
+        in_memory = dense.as_strided((x.numel(),), (1,))
+        assert torch.equal(found[1], reference.pack_band(in_memory, 0.0, math.inf, False, True))
+    for other in (x[..., ::2], x.double(), x.int(), x[:0]):
+        assert cpu.relu(other) is None
 
 
 # ---------------------------------------------------------------- in sessions
@@ -415,3 +451,71 @@ assert asked, "where there is a compiler, it has to keep away"
 """
     result = fresh.run(code)
     assert result.returncode == 0, result.stderr
+
+
+class Rectifying(nn.Module):
+    """A ReLU behind a convolution, in place or not; somebody may hold its result, or change it."""
+
+    def __init__(self, inplace: bool, then: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 3)
+        self.inplace, self.then = inplace, then
+        self.held: Tensor | None = None
+        self.version = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first(x), self.inplace)
+        self.version = y._version
+        self.held = y if self.then == "hold" else None
+        if self.then == "change":
+            y.mul_(-1.0)
+        return self.last(F.avg_pool2d(y, 2))  # which reads no values of it
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_relu_packs_its_mask(calls: Calls, inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the pass that makes the result, which counts as a change if it is one; nobody looks again."""
+    x = torch.randn(4, 3, 20, 20)
+    packed = []
+    right = ops.pack_band
+    monkeypatch.setattr(ops, "pack_band", lambda *given: packed.append(given) or right(*given))
+    plain, model = Rectifying(inplace), Rectifying(inplace)
+    plain(x).square().sum().backward()
+    session = lowtide.compress(model, "lossless", min_numel=0)
+    with session:
+        loss = model(x).square().sum()
+    node = next(n for n in behind(loss.grad_fn) if type(n).__name__ == "RectifiedBackward")
+    assert not hasattr(node, "mask")
+    loss.backward()
+    assert calls.made == ["relu"]
+    assert not packed
+    assert (model.version > 0) == (plain.version > 0) == inplace
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    codecs = [s.codec for s in session.report().sites if s.site.op == "Relu"]
+    assert "mask" in codecs[0]
+
+
+def behind(node: Any) -> list[Any]:
+    return [] if node is None else [node, *(n for f, _ in node.next_functions for n in behind(f))]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_mask_does_not_outlive_its_use(calls: Calls, inplace: bool) -> None:
+    """A result that somebody holds, or changes, stays as it is: its mask goes, and a change is complained of."""
+    x = torch.randn(4, 3, 20, 20)
+    for then in ("hold", "change"):
+        model = Rectifying(inplace, then)
+        session = lowtide.compress(model, "lossless", min_numel=0)
+        with session:
+            loss = model(x).square().sum()
+        handles = [o for o in gc.get_objects() if type(o) is Handle]
+        assert handles
+        assert all(handle.mask is None for handle in handles)
+        if then == "hold":
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        del loss, handles
+    assert calls.made == ["relu", "relu"]

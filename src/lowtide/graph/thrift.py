@@ -188,7 +188,16 @@ class Rectified(torch.autograd.Function):
         """The op itself."""
         if inplace:
             ctx.mark_dirty(x)
-        result = torch.relu_(x) if inplace else torch.relu(x)
+        found = None
+        if x.numel() >= _LEAST_FASTER and x.is_cpu and capture.has_no_modes() and not capture.hooks_at_work():
+            kernel = kernels.like_torch("relu")
+            found = None if kernel is None else kernel(x, x if inplace else None)
+        if found is None:
+            result = torch.relu_(x) if inplace else torch.relu(x)
+        else:
+            result, ctx.mask = found  # for the session, which takes it at once
+            if inplace:
+                torch.autograd.graph.increment_version(x)  # as the operator does
         ctx.save_for_backward(result)
         ctx.form = result.shape, result.stride()
         return result

@@ -2862,6 +2862,71 @@ def _take_larger(x: Any, at: int, along: int, begin: int, end: int, best: Any, p
         place[c] = I32(at + c * along) if taken else place[c]
 
 
+_BELOW, _INFINITY = {2: 0x8000, 4: 0x80000000}, {FLOAT32: 0x7F800000, BFLOAT16: 0x7F80, FLOAT16: 0x7C00}
+
+
+@_intrinsic
+def _rectify(typing: Any, x: Any, out: Any, mask: Any, rows: Any, kind: Any) -> Any:
+    """Rows of sixteen values with 0.0 in place of those below; the bits of values above zero, or NaN.
+
+    As integers: -0.0 and NaN, whatever its sign, stay as they are.
+    """
+    size = 4 if kind.literal_value == FLOAT32 else 2
+    below, infinity = _BELOW[size], _INFINITY[kind.literal_value]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, out, mask, rows, _ = arguments
+        word = ir.IntType(8 * size)
+        lanes = ir.VectorType(word, _SIXTEEN)
+
+        def same(value: int) -> Any:
+            return ir.Constant(lanes, [value] * _SIXTEEN)
+
+        with cgutils.for_range(builder, rows) as row:
+            offset = _times(builder, row.index, size * _SIXTEEN)
+            values = _load(builder, lanes, x, offset)
+            negative = builder.icmp_unsigned("<", builder.sub(values, same(below + 1)), same(infinity))
+            kept = builder.select(negative, same(0), values)
+            bits = builder.icmp_unsigned("!=", builder.shl(kept, same(1)), same(0))
+            _store(builder, kept, out, offset)
+            _store(builder, builder.bitcast(bits, ir.IntType(16)), mask, _times(builder, row.index, 2))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, kind), generate
+
+
+@_inline
+def _rectify_tile(x: int, out: int, mask: int, n: int, spare: int, kind: int, item: Any) -> None:
+    """Values of a tile; the last ones are rectified in ``spare``, where zeros follow them."""
+    rows, size = n // _SIXTEEN, 4 if kind == FLOAT32 else 2
+    _rectify(x, out, mask, rows, kind)
+    more, at = n - _SIXTEEN * rows, size * _SIXTEEN * rows
+    if more:
+        v, w, s = _pointer(x + at, item), _pointer(out + at, item), _pointer(spare, item)
+        m, bits = _pointer(mask + 2 * rows, types.uint8), _pointer(spare + 64, types.uint8)
+        for k in range(_SIXTEEN):
+            s[k] = v[k] if k < more else s[k] ^ s[k]
+        _rectify(spare, spare, spare + 64, 1, kind)
+        for k in range(more):
+            w[k] = s[k]
+        for k in range((more + 7) >> 3):
+            m[k] = bits[k]
+
+
+@_kernel
+def _kernel_relu(parameters: int, scratch: int, first: int, last: int) -> None:
+    p = _read(parameters, layout.Relu)
+    for tile in range(first, last):
+        begin = TILE * tile
+        n, mask = min(TILE, p.numel - begin), p.mask + (begin >> 3)
+        if p.kind == FLOAT32:
+            _rectify_tile(p.x + 4 * begin, p.out + 4 * begin, mask, n, scratch, FLOAT32, types.uint32)
+        elif p.kind == BFLOAT16:
+            _rectify_tile(p.x + 2 * begin, p.out + 2 * begin, mask, n, scratch, BFLOAT16, types.uint16)
+        else:
+            _rectify_tile(p.x + 2 * begin, p.out + 2 * begin, mask, n, scratch, FLOAT16, types.uint16)
+
+
 # ---------------------------------------------------------------- launching
 
 

@@ -1283,6 +1283,24 @@ def max_pool2d_with_indices(
     return out, places
 
 
+def _laid(dims: int) -> tuple[torch.memory_format, ...]:
+    """The forms in which a tensor fills its memory without gaps."""
+    last = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+    return (torch.contiguous_format, *last.get(dims, ()))
+
+
+def relu(x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """The result, in ``out`` if it is given, which may be ``x``; and what ``pack_band`` finds in it above zero."""
+    kind, numel = KINDS.get(x.dtype), x.numel()
+    if kind is None or not numel or not x.is_cpu or not any(x.is_contiguous(memory_format=f) for f in _laid(x.dim())):
+        return None
+    out = torch.empty_like(x) if out is None else out
+    mask = torch.empty(-(-numel // 8), dtype=torch.uint8)
+    record = layout.Relu(x=x.data_ptr(), kind=kind, out=out.data_ptr(), mask=mask.data_ptr(), numel=numel)
+    _run("relu", -(-numel // TILE), numel, _bytes(layout.relu_scratch), record)
+    return out, mask
+
+
 _ONES = {torch.float32: 0x3F800000, torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 _STATE = 5056  # bytes of the state of torch's generator
 _drawing = threading.Lock()
@@ -1356,6 +1374,13 @@ def has_torchs_bits(name: str) -> bool:
                 torch.rand(3, generator=drawn_from)  # an odd number of words
                 drawn = [operator(values.to(t), chance, generator=drawn_from) for t in KINDS for chance in (0.1, 0.9)]
                 found.append((*drawn, drawn_from.get_state()))
+            elif name == "relu":
+                values[:3] = torch.tensor([-0.0, math.inf, -math.inf])
+                results = (operator(values.to(dtype)) for dtype in KINDS)
+                made = (
+                    r if type(r) is tuple else (r, reference.pack_band(r, 0, math.inf, False, True)) for r in results
+                )
+                found.append(tuple(t.view(torch.uint8) for t in itertools.chain.from_iterable(made)))
             else:
                 results = (operator(x.to(dtype), [3, 3], [2, 2], [1, 1]) for dtype in KINDS)
                 found.append(tuple(itertools.chain.from_iterable(results)))

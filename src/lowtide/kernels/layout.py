@@ -406,6 +406,17 @@ class MaxPool(NamedTuple):
     apart: int
 
 
+class Relu(NamedTuple):
+    """An item is a tile. ``out`` may be ``x``."""
+
+    x: int
+    kind: int
+    out: int
+    mask: int
+    """The bits that ``pack_band`` finds in the result."""
+    numel: int
+
+
 class PackBand(NamedTuple):
     """An item is a tile."""
 
@@ -885,6 +896,18 @@ class BandScratch(NamedTuple):
 def band_scratch() -> BandScratch:
     """Of ``pack_band``."""
     return BandScratch(0, TILE, 5 * TILE)
+
+
+class ReluScratch(NamedTuple):
+    """For one tile: its last values, and their bits."""
+
+    end: int
+
+
+@_shared
+def relu_scratch() -> ReluScratch:
+    """Of ``relu``."""
+    return ReluScratch(128)
 
 
 @_shared

@@ -81,8 +81,8 @@ class Handle:
     """One storage at one version, raw until only the graph owns it, packed from then on."""
 
     __slots__ = (
-        *("__weakref__", "above", "base", "consumers", "decoded", "identity", "is_source", "noise", "numel", "origin"),
-        *("encoded", "pinned", "raw", "readers", "entry", "stream", "version"),
+        *("__weakref__", "above", "base", "consumers", "decoded", "identity", "is_source", "mask", "noise", "numel"),
+        *("encoded", "origin", "pinned", "raw", "readers", "entry", "stream", "version"),
     )
 
     def __init__(
@@ -99,6 +99,7 @@ class Handle:
         self.origin: Origin | None = None
         self.is_source = False  # is anything to be rebuilt from it?
         self.above = 0  # tensors that are decoded besides to rebuild another from it, which was settled before
+        self.mask: Tensor | None = None  # the bits of the values above zero, if its maker has found them
         self.pinned: Tensor | None = None
         self.consumers: list[Consumer] = []
         self.encoded: dict[tuple[TensorMeta, int] | None, Encoded] = {}

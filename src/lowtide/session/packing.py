@@ -210,7 +210,7 @@ class Packer:
         rebuilt = choice is not None and choice.action is Action.REBUILD
         rectified = part.use is not None and part.use.rectified
         on_the_way = rectified and not rebuilt  # the codec finds the mask while it looks at the values
-        packs = {c: c.encode(tensor, key=0) for c in lossless if not on_the_way or c != SIGN} if lossless else {}
+        packs = {c: _lossless(c, tensor, handle) for c in lossless if not on_the_way or c != SIGN} if lossless else {}
         if choice is None:
             return Encoded(None, packs, None)
         if rebuilt:
@@ -242,6 +242,13 @@ def require_ordinary(tensor: Tensor) -> None:
     low, high = torch.stack(torch.aminmax(tensor.detach())).tolist() if tensor.numel() else (0.0, 0.0)
     if not (low > -_LARGEST and high < _LARGEST):  # nor if there is a NaN
         raise NotRepresentable(f"values from {low:.3g} to {high:.3g}, which may be those of a mask")
+
+
+def _lossless(codec: Codec, tensor: Tensor, handle: Handle) -> Packed:
+    """What a lossless form keeps of the tensor."""
+    if codec == SIGN and handle.mask is not None:
+        return Packed(codec, form_of(tensor)[0], (handle.mask,))
+    return codec.encode(tensor, key=0)
 
 
 def _readers(handle: Handle) -> tuple[Site, ...]:

@@ -180,6 +180,7 @@ class Session:
                 if handle.entry.kept is None:
                     self._left.append((reference, handle.entry.why))
                 handle.entry.left()
+                handle.mask = None  # found again if need be, which may never come
         self._ledger.close()
         self._forget()
         if self.policy.tuner is not None and self.policy.tuner.measuring:
@@ -247,6 +248,7 @@ class Session:
     def _visit(self, slot: Slot) -> None:
         """Decide about one newly saved tensor that is not a parameter."""
         tensor, storage = slot.tensor, slot.storage
+        mask = vars(slot.node).pop("mask", None) if slot.twin else None
         if tensor is None:
             made_again = capture.region_of(slot.saved) is not None
             self._ledger.held(slot.site, _MADE_AGAIN if made_again else "held by other saved-tensor hooks")
@@ -302,7 +304,7 @@ class Session:
         consumer = Consumer(
             slot.site, need, rule.spatial, rule.rectified, lossless, meta, offset, sharing, otherwise=otherwise
         )
-        self._store(slot, identity, consumer, rule.why)
+        self._store(slot, identity, consumer, rule.why, mask)
 
     def _store_boundary(self, slot: Slot, identity: int) -> None:
         """Keep what a checkpoint keeps. It is read once, whole, and everything in the region follows from it."""
@@ -323,8 +325,8 @@ class Session:
         if storage is None or not self._is_static(storage):
             self._ledger.add_odd(site, tensor)
 
-    def _store(self, slot: Slot, identity: int, consumer: Consumer, why: str) -> None:
-        """Hook the slot to the handle of its storage."""
+    def _store(self, slot: Slot, identity: int, consumer: Consumer, why: str, mask: Tensor | None = None) -> None:
+        """Hook the slot to the handle of its storage; ``mask`` is what :data:`SIGN` would keep of the tensor."""
         tensor, meta = slot.tensor, consumer.view
         handle = self._pending(identity)
         if (
@@ -346,6 +348,7 @@ class Session:
             whole = capture.base_of(tensor) if numel != total else None
             base = None if whole is None else TensorMeta.of(whole)
             handle = Handle(tensor.detach(), identity, base, total, self._noise, entry)
+            handle.mask = mask if numel == total else None
             if self._rebuilds:
                 self._trace(handle, tensor)
             reference = weakref.ref(handle)
@@ -544,6 +547,7 @@ class Session:
                     handle.consumers[i] = consumer._replace(codec=_RAW)
             with on_stream(raw, handle.stream), capture.beside_selective():
                 self._packer.seal(handle, raw)
+        handle.mask = None
 
     # ------------------------------------------------------------ backward
 

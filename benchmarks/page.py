@@ -222,6 +222,9 @@ def limits(results: Path) -> str:
         "backward of a batch norm from 3-bit codes": ("batch norm backward, fresh", "batch norm backward, in place"),
         "three tensors of 3 bits, added up": ("chain of three, one by one", "chain of three, one pass"),
         "a ReLU's mask": ("bits above zero, any band", "bits above zero, a ReLU's"),
+        "a ReLU and its mask": ("relu, then its mask", "relu with its mask"),
+        "max pooling of bfloat16": ("bfloat16 max pooling, torch's", "bfloat16 max pooling, same bits"),
+        "a ReLU of bfloat16 and its mask": ("bfloat16 relu, then its mask", "bfloat16 relu with its mask"),
     }.items():
         lines.append(f"| {operator} | {time(before)} | {time(now)} |")
     lines.append(f"\nReading alone takes {time('read')}, writing {time('write')}, `copy_` {time('copy')}.")

@@ -164,10 +164,9 @@ def like_torch_calls() -> Iterator[tuple[str, int, Any]]:
     """Operators of torch beside kernels with the same bits, and gradients in fresh memory beside those in place."""
     maps, wide = torch.randn(16, 256, 56, 56), torch.randn(16, 64, 112, 112)
     ones, zeros = torch.ones(256), torch.zeros(256)
-    norm, pool, draw = (
-        backends.like_torch(name) for name in ("native_batch_norm", "max_pool2d_with_indices", "bernoulli_")
-    )
-    if norm is None or pool is None or draw is None:
+    names = ("native_batch_norm", "max_pool2d_with_indices", "bernoulli_", "relu")
+    norm, pool, draw, relu = map(backends.like_torch, names)
+    if norm is None or pool is None or draw is None or relu is None:
         raise RuntimeError("the kernels have other bits than torch's operators here")
     of_norm = (maps, ones, zeros, zeros.clone(), ones.clone(), True, 0.1, 1e-5)
     of_pool = (wide, [3, 3], [2, 2], [1, 1])
@@ -175,6 +174,13 @@ def like_torch_calls() -> Iterator[tuple[str, int, Any]]:
     yield "batch norm, same bits", maps.numel(), lambda: norm(*of_norm)
     yield "max pooling, torch's", wide.numel(), lambda: torch.ops.aten.max_pool2d_with_indices(*of_pool)
     yield "max pooling, same bits", wide.numel(), lambda: pool(*of_pool)
+    half = wide.bfloat16()
+    yield (
+        "bfloat16 max pooling, torch's",
+        wide.numel(),
+        lambda: torch.ops.aten.max_pool2d_with_indices(half, *of_pool[1:]),
+    )
+    yield "bfloat16 max pooling, same bits", wide.numel(), lambda: pool(half, *of_pool[1:])
     noise = torch.empty(786_432)
     yield "dropout's noise, torch's", noise.numel(), lambda: noise.bernoulli_(0.9)
     yield "dropout's noise, same bits", noise.numel(), lambda: draw(noise, 0.9)
@@ -197,6 +203,10 @@ def like_torch_calls() -> Iterator[tuple[str, int, Any]]:
     yield "chain of three, one by one", maps.numel(), lambda: rebuilt(1, rebuilt(1, rebuilt(1, None)))
     yield "chain of three, one pass", maps.numel(), lambda: rebuilt(3, None)
     yield "bits above zero, any band", maps.numel(), lambda: ops.pack_band(maps.view(-1), 0.0, 1e38, False, True)
+    for name, values in (("relu", maps), ("bfloat16 relu", maps.bfloat16())):
+        above = (values.view(-1), 0.0, math.inf, False, True)
+        yield f"{name}, then its mask", maps.numel(), lambda v=values, a=above: (torch.relu_(v), ops.pack_band(*a))
+        yield f"{name} with its mask", maps.numel(), lambda v=values: relu(v, v)
     yield "bits above zero, a ReLU's", maps.numel(), lambda: ops.pack_band(maps.view(-1), 0.0, math.inf, False, True)
 
 

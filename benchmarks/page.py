@@ -233,8 +233,8 @@ def limits(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "steps": steps,
-    "another machine": lambda results: steps(results, "steps_epyc.csv"),
-    "earlier steps": lambda results: steps(results, "steps_earlier.csv"),
+    "another machine": lambda results: steps(results, "steps_xeon.csv"),
+    "no AVX-512": lambda results: steps(results, "steps_epyc.csv"),
     "limits": limits,
     "codecs": codecs,
     "sizes": sizes,

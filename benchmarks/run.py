@@ -203,11 +203,11 @@ def like_torch_calls() -> Iterator[tuple[str, int, Any]]:
     yield "chain of three, one by one", maps.numel(), lambda: rebuilt(1, rebuilt(1, rebuilt(1, None)))
     yield "chain of three, one pass", maps.numel(), lambda: rebuilt(3, None)
     yield "bits above zero, any band", maps.numel(), lambda: ops.pack_band(maps.view(-1), 0.0, 1e38, False, True)
+    yield "bits above zero, a ReLU's", maps.numel(), lambda: ops.pack_band(maps.view(-1), 0.0, math.inf, False, True)
     for name, values in (("relu", maps), ("bfloat16 relu", maps.bfloat16())):
         above = (values.view(-1), 0.0, math.inf, False, True)
         yield f"{name}, then its mask", maps.numel(), lambda v=values, a=above: (torch.relu_(v), ops.pack_band(*a))
         yield f"{name} with its mask", maps.numel(), lambda v=values: relu(v, v)
-    yield "bits above zero, a ReLU's", maps.numel(), lambda: ops.pack_band(maps.view(-1), 0.0, math.inf, False, True)
 
 
 def kernels_child(argument: dict[str, Any], emit: Any) -> dict[str, Any]:

@@ -2862,7 +2862,8 @@ def _take_larger(x: Any, at: int, along: int, begin: int, end: int, best: Any, p
         place[c] = I32(at + c * along) if taken else place[c]
 
 
-_BELOW, _INFINITY = {2: 0x8000, 4: 0x80000000}, {FLOAT32: 0x7F800000, BFLOAT16: 0x7F80, FLOAT16: 0x7C00}
+_SIGN_BIT = {2: 0x8000, 4: 0x80000000}  # by the bytes of a value
+_INFINITY = {FLOAT32: 0x7F800000, BFLOAT16: 0x7F80, FLOAT16: 0x7C00}
 
 
 @_intrinsic
@@ -2872,7 +2873,7 @@ def _rectify(typing: Any, x: Any, out: Any, mask: Any, rows: Any, kind: Any) -> 
     As integers: -0.0 and NaN, whatever its sign, stay as they are.
     """
     size = 4 if kind.literal_value == FLOAT32 else 2
-    below, infinity = _BELOW[size], _INFINITY[kind.literal_value]
+    sign, infinity = _SIGN_BIT[size], _INFINITY[kind.literal_value]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, out, mask, rows, _ = arguments
@@ -2885,7 +2886,7 @@ def _rectify(typing: Any, x: Any, out: Any, mask: Any, rows: Any, kind: Any) -> 
         with cgutils.for_range(builder, rows) as row:
             offset = _times(builder, row.index, size * _SIXTEEN)
             values = _load(builder, lanes, x, offset)
-            negative = builder.icmp_unsigned("<", builder.sub(values, same(below + 1)), same(infinity))
+            negative = builder.icmp_unsigned("<", builder.sub(values, same(sign + 1)), same(infinity))
             kept = builder.select(negative, same(0), values)
             bits = builder.icmp_unsigned("!=", builder.shl(kept, same(1)), same(0))
             _store(builder, kept, out, offset)
@@ -2904,8 +2905,10 @@ def _rectify_tile(x: int, out: int, mask: int, n: int, spare: int, kind: int, it
     if more:
         v, w, s = _pointer(x + at, item), _pointer(out + at, item), _pointer(spare, item)
         m, bits = _pointer(mask + 2 * rows, types.uint8), _pointer(spare + 64, types.uint8)
-        for k in range(_SIXTEEN):
-            s[k] = v[k] if k < more else s[k] ^ s[k]
+        for k in range(8):
+            _store64(spare + 8 * k, U64(0))
+        for k in range(more):
+            s[k] = v[k]
         _rectify(spare, spare, spare + 64, 1, kind)
         for k in range(more):
             w[k] = s[k]

@@ -2,7 +2,8 @@
 
 The dispatcher is the registry: the reference in plain torch serves any device, and a backend that
 registers itself for its device (``kernels/cpu.py``) takes precedence there. Shape functions (fakes)
-let sizes be planned on ``FakeTensorMode`` without data.
+let sizes be planned on ``FakeTensorMode`` without data. Calls that nobody but a CPU kernel can want go past the
+dispatcher: see ``_operator``.
 """
 
 from __future__ import annotations
@@ -375,11 +376,12 @@ def _is_bare(first: Tensor | Sequence[Tensor]) -> bool:
 def _plain_keys() -> int | None:
     """What marks a plain tensor of the CPU, while wrappers of transforms have the same type; None if torch is mute."""
     c: Any = torch._C
-    try:
-        keys: int = c._dispatch_keys(torch.empty(0, device="cpu")).raw_repr()
-        return None if c._len_torch_dispatch_stack() + c._len_torch_function_stack() < 0 else keys
-    except AttributeError:
+    if not all(
+        hasattr(c, f"_{name}") for name in ("dispatch_keys", "len_torch_dispatch_stack", "len_torch_function_stack")
+    ):
         return None
+    keys = c._dispatch_keys(torch.empty(0, device="cpu"))
+    return int(keys.raw_repr()) if hasattr(keys, "raw_repr") else None
 
 
 _PLAIN = _plain_keys()

@@ -821,7 +821,7 @@ class _Handover:
 
 @lru_cache(maxsize=4096)
 def _meta_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
-    """One object for all tensors of a form."""
+    """One object for all tensors of a form, where ``TensorMeta.of`` makes one for each: few live until backward."""
     return TensorMeta(shape, stride, dtype)
 
 
